@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One test binary for each tests/NAME_test.cc."""
+
+def unit_test(name, deps, data = [], srcs = [], size = "small", tags = [], main = True, args = []):
+    """A Catch2 test of tests/`name`.cc.
+
+    Args:
+      name: ends in _test.
+      deps: what it tests.
+      data: files it reads, relative to the workspace.
+      srcs: further sources.
+      size: Bazel's, small is 60 s.
+      tags: Bazel's.
+      main: link Catch2's main; False where the test brings its own.
+      args: of the test binary.
+    """
+    native.cc_test(
+        name = name,
+        srcs = [name + ".cc"] + srcs,
+        data = data,
+        size = size,
+        tags = tags,
+        args = args,
+        deps = deps + ([":catch_main"] if main else []) + ["@system//:absl"],
+    )
