@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a file that is no safetensors file really is, by its first bytes. People meet these under a
+// model's name after a download that went wrong, and a message about a header's length does not help
+// them. Any thread.
+#ifndef RESIDENCY_MECHANISMS_FILE_KIND_H_
+#define RESIDENCY_MECHANISMS_FILE_KIND_H_
+
+#include <optional>
+#include <string_view>
+
+#include "mechanisms/regular_file.h"
+
+namespace residency {
+
+// "a Git LFS pointer (...)" and the like, with what to do about it; nothing where it is not known or
+// cannot be read. A valid safetensors file may begin with the same bytes, so this is asked only about
+// files that were found not to be valid.
+std::optional<std::string_view> FileKindOf(const RegularFile& file);
+
+}  // namespace residency
+
+#endif  // RESIDENCY_MECHANISMS_FILE_KIND_H_
