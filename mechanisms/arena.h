@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A model's span of device addresses and the cells under it. The addresses are reserved once and stay for
+// the arena's life; Realize changes which of them have memory. Activation is Realize of a plan whose cells
+// are resident, deactivation Realize of one whose cells are absent; the latter copies nothing.
+//
+// Threads: one device loop calls everything but Measure, which any thread may call at any time.
+//
+// Invariants:
+//  1. After a Realize that succeeded, the footprint that the driver reports equals Price(plan) to the byte,
+//     and every cell that it brought holds its source's bytes, as digested on the device.
+//  2. After a Realize that failed, the plan before it is realized again and verified; if that fails too the
+//     arena is broken and takes no further Realize but that of no cell at all.
+#ifndef RESIDENCY_MECHANISMS_ARENA_H_
+#define RESIDENCY_MECHANISMS_ARENA_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "mechanisms/cell_pool.h"
+#include "mechanisms/device.h"
+#include "mechanisms/digester.h"
+#include "mechanisms/layout.h"
+#include "mechanisms/plan.h"
+#include "mechanisms/source.h"
+
+namespace residency {
+
+// What the driver answered, cell by cell; never what somebody promised.
+struct Footprint {
+  struct Component {
+    uint32_t cells_on_gpu = 0;
+    uint64_t device_bytes = 0;
+  };
+  std::vector<Component> components;  // as in the layout
+  uint64_t device_bytes = 0;
+};
+
+struct RealizeReport {
+  uint64_t copied_bytes = 0;  // host to device
+  uint64_t verified_cells = 0;
+  uint64_t refilled_cells = 0;
+  uint64_t mapped_bytes = 0;
+  uint64_t unmapped_bytes = 0;  // went to the pool
+};
+
+struct VerifyReport {
+  uint64_t verified_cells = 0;
+  uint64_t refilled_cells = 0;
+  uint64_t absent_cells = 0;
+};
+
+class Arena {
+ public:
+  // Reserves the span. All of the arguments must outlive the arena.
+  static absl::StatusOr<std::unique_ptr<Arena>> Create(const Device& device, CellPool& pool, Digester& digester,
+                                                       const Layout& layout);
+  // Unmaps what is mapped; the cells go to the pool.
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // Makes the device hold what `plan` says; `sources` has one entry for each component. Windowed cells have
+  // no memory here: windows belong to leases.
+  // RESOURCE_EXHAUSTED/GPU_MEMORY: the device had no room after all; DATA_LOSS/VERIFY: a cell did not match
+  // its source's digest, nor after a refill; FAILED_PRECONDITION/BROKEN; UNAVAILABLE/DEVICE_LOST.
+  absl::StatusOr<RealizeReport> Realize(const Plan& plan, std::span<const Source* const> sources);
+
+  // Digests every resident cell on the device and compares it with its source; a wrong one is refilled.
+  // DATA_LOSS/VERIFY: a refill did not help; the arena is broken.
+  absl::StatusOr<VerifyReport> Verify(std::span<const Source* const> sources);
+
+  // Asks the driver about each cell.
+  Footprint Measure() const;
+
+  // A descriptor for a resident cell, borrowed; exported at the first call. Valid until the cell leaves
+  // the arena.
+  absl::StatusOr<int> Descriptor(uint32_t cell);
+
+  CUdeviceptr address() const { return span_.get(); }
+  bool broken() const { return broken_; }
+
+ private:
+  Arena(const Device& device, CellPool& pool, Digester& digester, const Layout& layout, AddressRange span,
+        Stream stream)
+      : device_(device),
+        pool_(pool),
+        digester_(digester),
+        layout_(layout),
+        span_(std::move(span)),
+        stream_(std::move(stream)) {}
+
+  CUdeviceptr AddressOf(uint32_t cell) const { return span_.get() + layout_.cells[cell].device_offset; }
+  absl::Status Apply(const Plan& plan, std::span<const Source* const> sources, RealizeReport& report);
+  absl::Status Remove(const std::vector<uint32_t>& cells, RealizeReport& report);
+  absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources, RealizeReport& report);
+  absl::Status MapCell(uint32_t cell);
+  absl::Status Fill(uint32_t cell, std::span<const Source* const> sources);
+  absl::Status CheckCells(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
+                          uint64_t& verified_cells, uint64_t& refilled_cells);
+  absl::StatusOr<std::vector<uint32_t>> FindWrong(const std::vector<uint32_t>& cells,
+                                                  std::span<const Source* const> sources);
+  Plan CurrentPlan() const;
+
+  const Device& device_;
+  CellPool& pool_;
+  Digester& digester_;
+  const Layout& layout_;
+  AddressRange span_;
+  Stream stream_;
+  std::map<uint32_t, Cell> mapped_;  // the cells that lie under the span, by index
+  bool broken_ = false;
+};
+
+}  // namespace residency
+
+#endif  // RESIDENCY_MECHANISMS_ARENA_H_

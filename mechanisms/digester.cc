@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mechanisms/digester.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+// Enough blocks to fill any GPU we know (132 multiprocessors of up to 8 such blocks), while few enough
+// that the sums' atomic additions cost nothing.
+constexpr uint32_t kDigestBlocks = 1056;
+
+}  // namespace
+
+void CloseModule(const Device& device, CUmodule module, uint64_t) {
+  if (device.MakeCurrent().ok()) (void)device.driver().cuModuleUnload(module);
+}
+
+absl::StatusOr<std::unique_ptr<Digester>> Digester::Create(const Device& device) {
+  if (auto status = device.MakeCurrent(); !status.ok()) return status;
+  const Driver& driver = device.driver();
+  const std::span<const unsigned char> image = DigestFatbin();
+  CUmodule handle = nullptr;
+  if (auto status = DriverStatus(driver, driver.cuModuleLoadData(&handle, image.data()), "cuModuleLoadData");
+      !status.ok()) {
+    return status;
+  }
+  Module module(device, handle);
+  CUfunction kernel = nullptr;
+  if (auto status =
+          DriverStatus(driver, driver.cuModuleGetFunction(&kernel, handle, kDigestKernel), "cuModuleGetFunction");
+      !status.ok()) {
+    return status;
+  }
+  return std::unique_ptr<Digester>(new Digester(device, std::move(module), kernel));
+}
+
+absl::Status Digester::Reserve(uint64_t item_count) {
+  if (items_.bytes() >= item_count * sizeof(DigestItem)) return absl::OkStatus();
+  auto items = device_.Allocate(item_count * sizeof(DigestItem));
+  if (!items.ok()) return items.status();
+  auto sums = device_.Allocate(item_count * sizeof(uint64_t));
+  if (!sums.ok()) return sums.status();
+  items_ = *std::move(items);
+  sums_ = *std::move(sums);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<uint64_t>> Digester::Digest(std::span<const DigestItem> items, const Stream& stream) {
+  std::vector<uint64_t> sums(items.size());
+  if (items.empty()) return sums;
+  if (auto status = Reserve(items.size()); !status.ok()) return status;
+  if (auto status = device_.CopyToDevice(items_.get(), items.data(), items.size_bytes(), stream); !status.ok()) {
+    return status;
+  }
+  const uint64_t sums_bytes = sums.size() * sizeof(uint64_t);
+  if (auto status = device_.Zero(sums_.get(), sums_bytes, stream); !status.ok()) return status;
+  CUdeviceptr items_address = items_.get();
+  CUdeviceptr sums_address = sums_.get();
+  uint32_t item_count = static_cast<uint32_t>(items.size());
+  void* parameters[] = {&items_address, &item_count, &sums_address};
+  const Driver& driver = device_.driver();
+  const CUresult launched =
+      driver.cuLaunchKernel(kernel_, kDigestBlocks, 1, 1, kDigestThreads, 1, 1, 0, stream.get(), parameters, nullptr);
+  if (auto status = DriverStatus(driver, launched, "cuLaunchKernel"); !status.ok()) return status;
+  if (auto status = device_.CopyToHost(sums.data(), sums_.get(), sums_bytes, stream); !status.ok()) return status;
+  if (auto status = device_.Synchronize(stream); !status.ok()) return status;
+  return sums;
+}
+
+}  // namespace residency

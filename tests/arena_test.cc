@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mechanisms/arena.h"
+
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <random>
+
+#include "mechanisms/refusal.h"
+#include "tests/test_driver.h"
+
+namespace residency {
+namespace {
+
+// Host memory that holds a component's bytes.
+class TestSource final : public Source {
+ public:
+  TestSource(const Layout& layout, uint32_t component, uint64_t seed)
+      : first_offset_(layout.components[component].device_offset),
+        layout_(layout),
+        words_(layout.components[component].span_bytes / 8) {
+    std::mt19937_64 random(seed);
+    for (uint64_t& word : words_) word = random();
+  }
+  const std::byte* CellData(uint32_t cell) const override {
+    return reinterpret_cast<const std::byte*>(words_.data()) + layout_.cells[cell].device_offset - first_offset_;
+  }
+  uint64_t CellDigest(uint32_t cell) const override {
+    return DigestWordsPortable(reinterpret_cast<const uint64_t*>(CellData(cell)), layout_.cells[cell].bytes / 8, 0) ^
+           wrong;
+  }
+  uint64_t wrong = 0;  // not 0: the digest is another one
+
+ private:
+  const uint64_t first_offset_;
+  const Layout& layout_;
+  std::vector<uint64_t> words_;
+};
+
+Layout TwoComponents() {
+  const auto component = [](const char* name, uint64_t bytes) {
+    LayoutComponent made{.name = name};
+    made.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
+    return made;
+  };
+  // 3 cells of 4 MiB, one of 2 MiB; 1 cell of 2 MiB.
+  return *MakeLayout({component("big", 13 * kMiB + 5), component("small", 100)}, 4 * kMiB, 2 * kMiB);
+}
+
+// An arena over `driver` and all it needs.
+struct Rig {
+  explicit Rig(const Driver& driver = TestDriver())
+      : layout(TwoComponents()),
+        big(layout, 0, 1),
+        small(layout, 1, 2),
+        device(OpenTestDevice(driver)),
+        pool(*device),
+        digester(*Digester::Create(*device)),
+        arena(*Arena::Create(*device, pool, *digester, layout)) {}
+
+  std::vector<const Source*> sources() const { return {&big, &small}; }
+  absl::StatusOr<RealizeReport> Realize(const Plan& plan) { return arena->Realize(plan, sources()); }
+
+  // The bytes that lie at the arena's addresses, cell by cell, are those of the sources.
+  bool HoldsItsSources(const Plan& plan) {
+    auto stream = *device->CreateStream();
+    for (uint32_t cell = 0; cell < layout.cells.size(); ++cell) {
+      if (plan.cells[cell] != CellResidency::kResident) continue;
+      const LayoutCell& place = layout.cells[cell];
+      std::vector<std::byte> read(place.bytes);
+      if (!device->CopyToHost(read.data(), arena->address() + place.device_offset, place.bytes, stream).ok())
+        return false;
+      if (!device->Synchronize(stream).ok()) return false;
+      if (std::memcmp(read.data(), sources()[place.component]->CellData(cell), place.bytes) != 0) return false;
+    }
+    return true;
+  }
+
+  const Layout layout;
+  TestSource big;
+  TestSource small;
+  std::unique_ptr<Device> device;
+  CellPool pool;
+  std::unique_ptr<Digester> digester;
+  std::unique_ptr<Arena> arena;
+};
+
+TEST_CASE("After an activation the driver shows the price of the plan to the byte, and every byte is right") {
+  Rig rig;
+  const Plan plan = AllResident(rig.layout);
+  CHECK(rig.arena->Measure().device_bytes == 0);
+  const auto report = rig.Realize(plan);
+  REQUIRE(report.ok());
+  CHECK(report->copied_bytes == 16 * kMiB);
+  CHECK(report->verified_cells == 5);
+  CHECK(report->refilled_cells == 0);
+  const Footprint footprint = rig.arena->Measure();
+  CHECK(footprint.device_bytes == Price(rig.layout, plan));
+  CHECK(footprint.components[0].cells_on_gpu == 4);
+  CHECK(footprint.components[1].device_bytes == 2 * kMiB);
+  CHECK(rig.HoldsItsSources(plan));
+}
+
+TEST_CASE("A deactivation copies nothing, keeps the cells in the pool, and a trim gives them back") {
+  Rig rig;
+  const uint64_t before = rig.device->Memory()->free_bytes;
+  const CUdeviceptr address = rig.arena->address();
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  const uint64_t copied = rig.device->copied_to_host_bytes();
+  const auto report = rig.Realize(NoneResident(rig.layout));
+  REQUIRE(report.ok());
+  CHECK(report->unmapped_bytes == 16 * kMiB);
+  CHECK(report->copied_bytes == 0);
+  CHECK(rig.device->copied_to_host_bytes() == copied);
+  CHECK(rig.arena->Measure().device_bytes == 0);
+  CHECK(rig.pool.idle_bytes() == 16 * kMiB);
+  CHECK(rig.pool.Trim() == 16 * kMiB);
+  // What stays is the digester's two small buffers.
+  CHECK(before - rig.device->Memory()->free_bytes <= 4 * kMiB);
+  CHECK(rig.arena->address() == address);
+}
+
+TEST_CASE("Cells of one model serve the next, and hold nothing of the first") {
+  Rig first;
+  REQUIRE(first.Realize(AllResident(first.layout)).ok());
+  REQUIRE(first.Realize(NoneResident(first.layout)).ok());
+  const Layout layout = TwoComponents();
+  const TestSource big(layout, 0, 77);
+  const TestSource small(layout, 1, 78);
+  auto arena = *Arena::Create(*first.device, first.pool, *first.digester, layout);
+  const std::vector<const Source*> sources = {&big, &small};
+  REQUIRE(arena->Realize(AllResident(layout), sources).ok());
+  CHECK(first.pool.idle_bytes() == 0);
+  CHECK(arena->Verify(sources)->refilled_cells == 0);
+}
+
+TEST_CASE("Any sequence of plans leaves what the last one says") {
+  Rig rig;
+  const uint32_t seed = 4711;
+  std::mt19937 random(seed);
+  INFO("seed " << seed);
+  for (int round = 0; round < 60; ++round) {
+    Plan plan = NoneResident(rig.layout);
+    for (CellResidency& cell : plan.cells) cell = random() % 2 == 0 ? CellResidency::kResident : CellResidency::kAbsent;
+    REQUIRE(rig.Realize(plan).ok());
+    REQUIRE(rig.arena->Measure().device_bytes == Price(rig.layout, plan));
+    REQUIRE(rig.HoldsItsSources(plan));
+  }
+}
+
+TEST_CASE("A word that changed on the device is found by Verify and put right") {
+  Rig rig;
+  const Plan plan = AllResident(rig.layout);
+  REQUIRE(rig.Realize(plan).ok());
+  const uint64_t junk = 0x1234567890abcdef;
+  auto stream = *rig.device->CreateStream();
+  REQUIRE(rig.device->CopyToDevice(rig.arena->address() + 5 * kMiB + 8, &junk, sizeof(junk), stream).ok());
+  REQUIRE(rig.device->Synchronize(stream).ok());
+  CHECK_FALSE(rig.HoldsItsSources(plan));
+  const auto report = rig.arena->Verify(rig.sources());
+  REQUIRE(report.ok());
+  CHECK(report->verified_cells == 5);
+  CHECK(report->refilled_cells == 1);
+  CHECK(rig.HoldsItsSources(plan));
+  CHECK(rig.arena->Verify(rig.sources())->refilled_cells == 0);
+}
+
+TEST_CASE("An activation whose bytes never match is undone and says so") {
+  Rig rig;
+  rig.small.wrong = 1;
+  const auto report = rig.Realize(AllResident(rig.layout));
+  CHECK(ReasonOf(report.status()) == "VERIFY");
+  CHECK(rig.arena->Measure().device_bytes == 0);
+  CHECK_FALSE(rig.arena->broken());
+  rig.small.wrong = 0;
+  CHECK(rig.Realize(AllResident(rig.layout)).ok());
+}
+
+TEST_CASE("A cell on the device that cannot be put right breaks the arena, which then only empties") {
+  Rig rig;
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  rig.big.wrong = 1;
+  CHECK(ReasonOf(rig.arena->Verify(rig.sources()).status()) == "VERIFY");
+  CHECK(rig.arena->broken());
+  CHECK(ReasonOf(rig.Realize(AllResident(rig.layout)).status()) == "BROKEN");
+  CHECK(rig.Realize(NoneResident(rig.layout)).ok());
+  CHECK(rig.arena->Measure().device_bytes == 0);
+}
+
+// The k-th call of the function that a test has replaced fails; counted over all rigs of a test.
+int calls_until_failure = 0;
+
+bool FailsNow() { return --calls_until_failure == 0; }
+
+template <auto Entry>
+void MakeFail(Driver& driver);
+
+template <>
+void MakeFail<&Driver::cuMemCreate>(Driver& driver) {
+  driver.cuMemCreate = [](CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp* properties,
+                          unsigned long long flags) {
+    return FailsNow() ? CUDA_ERROR_OUT_OF_MEMORY : TestDriver().cuMemCreate(handle, size, properties, flags);
+  };
+}
+template <>
+void MakeFail<&Driver::cuMemMap>(Driver& driver) {
+  driver.cuMemMap = [](CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+                       unsigned long long flags) {
+    return FailsNow() ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemMap(address, size, offset, handle, flags);
+  };
+}
+template <>
+void MakeFail<&Driver::cuMemSetAccess>(Driver& driver) {
+  driver.cuMemSetAccess = [](CUdeviceptr address, size_t size, const CUmemAccessDesc* access, size_t count) {
+    return FailsNow() ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemSetAccess(address, size, access, count);
+  };
+}
+template <>
+void MakeFail<&Driver::cuMemcpyHtoDAsync>(Driver& driver) {
+  driver.cuMemcpyHtoDAsync = [](CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    return FailsNow() ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemcpyHtoDAsync(to, from, bytes, stream);
+  };
+}
+template <>
+void MakeFail<&Driver::cuLaunchKernel>(Driver& driver) {
+  driver.cuLaunchKernel = [](CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                             unsigned shared, CUstream stream, void** params, void** extra) {
+    return FailsNow() ? CUDA_ERROR_INVALID_VALUE
+                      : TestDriver().cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
+  };
+}
+
+TEST_CASE("Whichever call of an activation fails, it is undone, the first error is told, and the next one is exact") {
+  Driver driver = TestDriver();
+  const int which = GENERATE(0, 1, 2, 3, 4);
+  const int kth = GENERATE(1, 2, 3, 4, 5);
+  if (which == 0) MakeFail<&Driver::cuMemCreate>(driver);
+  if (which == 1) MakeFail<&Driver::cuMemMap>(driver);
+  if (which == 2) MakeFail<&Driver::cuMemSetAccess>(driver);
+  if (which == 3) MakeFail<&Driver::cuMemcpyHtoDAsync>(driver);
+  if (which == 4) MakeFail<&Driver::cuLaunchKernel>(driver);
+  // An activation of this layout launches the digest kernel once.
+  if (which == 4 && kth > 1) return;
+  calls_until_failure = 0;
+  Rig rig(driver);
+  calls_until_failure = kth;
+  const auto report = rig.Realize(AllResident(rig.layout));
+  // The first allocation that finds no room while the pool has idle cells is tried again; here it has none.
+  REQUIRE_FALSE(report.ok());
+  const std::string names[] = {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyHtoDAsync", "cuLaunchKernel"};
+  CHECK(std::string(report.status().message()).find(names[which]) == 0);
+  CHECK(rig.arena->Measure().device_bytes == 0);
+  CHECK_FALSE(rig.arena->broken());
+  CHECK(rig.pool.Trim() <= Price(rig.layout, AllResident(rig.layout)));
+  const Plan plan = AllResident(rig.layout);
+  REQUIRE(rig.Realize(plan).ok());
+  CHECK(rig.HoldsItsSources(plan));
+}
+
+TEST_CASE("A resident cell's descriptor is exported once and serves an importer; an absent one has none") {
+  Rig rig;
+  CHECK(ReasonOf(rig.arena->Descriptor(0).status()) == "NOT_ACTIVE");
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  const auto descriptor = rig.arena->Descriptor(1);
+  REQUIRE(descriptor.ok());
+  CHECK(*rig.arena->Descriptor(1) == *descriptor);
+  auto memory = rig.device->Import(*descriptor, rig.layout.cells[1].bytes);
+  REQUIRE(memory.ok());
+  auto range = *rig.device->Reserve(memory->bytes());
+  REQUIRE(rig.device->Map(range.get(), *memory).ok());
+  REQUIRE(rig.device->SetAccess(range.get(), memory->bytes(), Access::kReadOnly).ok());
+  auto stream = *rig.device->CreateStream();
+  std::vector<std::byte> read(memory->bytes());
+  REQUIRE(rig.device->CopyToHost(read.data(), range.get(), read.size(), stream).ok());
+  REQUIRE(rig.device->Synchronize(stream).ok());
+  CHECK(std::memcmp(read.data(), rig.big.CellData(1), read.size()) == 0);
+  REQUIRE(rig.device->Unmap(range.get(), memory->bytes()).ok());
+}
+
+TEST_CASE("The device's digests are the processor's, for every length and place of a range") {
+  const auto device = OpenTestDevice();
+  auto digester = *Digester::Create(*device);
+  auto stream = *device->CreateStream();
+  const uint64_t word_count = 3 * 1000 * 1000 + 7;
+  std::vector<uint64_t> words(word_count);
+  std::mt19937_64 random(99);
+  for (uint64_t& word : words) word = random();
+  auto buffer = *device->Allocate(word_count * 8);
+  REQUIRE(device->CopyToDevice(buffer.get(), words.data(), word_count * 8, stream).ok());
+  std::vector<DigestItem> items;
+  std::vector<uint64_t> expected;
+  const auto add = [&](uint64_t first, uint64_t count, uint64_t index) {
+    items.push_back({buffer.get() + first * 8, count, index});
+    expected.push_back(DigestWordsPortable(words.data() + first, count, index));
+  };
+  for (uint64_t count = 0; count < 300; ++count) add(random() % 1000, count, random());
+  add(0, word_count, 0);
+  add(1, word_count - 1, 1);
+  CHECK(*digester->Digest(items, stream) == expected);
+  CHECK(digester->Digest({}, stream)->empty());
+}
+
+}  // namespace
+}  // namespace residency
