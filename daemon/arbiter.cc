@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/arbiter.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+
+Arbiter::Arbiter(const ArbiterOptions& options) : options_(options) {
+  for (const DeviceRecord& device : options.devices) {
+    records_.devices.emplace(device.id, device);
+    queues_.try_emplace(device.id, device.id, options.pool_idle, records_, context_);
+  }
+}
+
+std::vector<Effect> Arbiter::Step(const Event& event, absl::Time now) {
+  context_.now = now;
+  context_.effects.clear();
+  std::visit([this](const auto& e) { On(e); }, event);
+  return std::move(context_.effects);
+}
+
+std::optional<absl::Time> Arbiter::oldest_transition() const {
+  std::optional<absl::Time> oldest;
+  for (const auto& [id, queue] : queues_) {
+    const std::optional<absl::Time> since = queue.running_since();
+    if (since.has_value() && (!oldest.has_value() || *since < *oldest)) oldest = since;
+  }
+  return oldest;
+}
+
+DeviceQueue* Arbiter::QueueOf(ModelId model) { return &queues_.at(records_.models.at(model).device); }
+
+DeviceQueue* Arbiter::QueueFor(RequestId request, std::string_view name) {
+  const auto model = records_.GetModel(name);
+  if (model.ok()) return QueueOf((*model)->id);
+  context_.effects.push_back(Reply{request, model.status(), {}});
+  return nullptr;
+}
+
+// ---- Registration. ----
+
+void Arbiter::On(const RegisterRequested& event) {
+  if (ModelRecord* model = records_.FindModel(event.name)) {
+    if (model->identity != event.identity) {
+      context_.effects.push_back(
+          Reply{event.request,
+                Refuse(absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
+                       absl::StrCat("the name '", event.name, "' belongs to another checkpoint")),
+                {}});
+    } else if (model->state == ModelState::kRegistering) {
+      model->registrations.push_back(event.request);
+      context_.effects.push_back(JoinMirrors{model->id, event.request});
+    } else {
+      context_.effects.push_back(
+          Reply{event.request, absl::OkStatus(), RegisterOutcome{model->id, model->pinned_bytes}});
+    }
+    return;
+  }
+  uint64_t claimed_host_bytes = 0;
+  for (const auto& [id, model] : records_.models) claimed_host_bytes += model.layout.span_bytes;
+  const uint64_t needed_bytes = event.layout.span_bytes;
+  if (options_.host_budget_bytes.has_value()) {
+    const uint64_t budget_bytes = *options_.host_budget_bytes;
+    const uint64_t available_bytes = budget_bytes > claimed_host_bytes ? budget_bytes - claimed_host_bytes : 0;
+    if (needed_bytes > available_bytes) {
+      context_.effects.push_back(Reply{
+          event.request,
+          Refuse(absl::StatusCode::kResourceExhausted,
+                 Refusal{.reason = "HOST_BUDGET", .needed_bytes = needed_bytes, .available_bytes = available_bytes},
+                 absl::StrCat(event.name, " needs ", needed_bytes, " bytes of page-locked host memory; ",
+                              available_bytes, " available of a budget of ", budget_bytes)),
+          {}});
+      return;
+    }
+  }
+  const ModelId id{next_model_++};
+  ModelRecord& model = records_.models[id];
+  model.id = id;
+  model.name = event.name;
+  model.identity = event.identity;
+  model.device = event.device;
+  model.budget = event.budget;
+  model.layout = event.layout;
+  model.last_used = context_.now;
+  model.registrations = {event.request};
+  context_.effects.push_back(BuildMirrors{id, event.request});
+}
+
+void Arbiter::On(const MirrorsBuilt& event) {
+  ModelRecord& model = records_.models.at(event.model);
+  absl::Status status = event.status;
+  if (model.unload) {
+    status = Refuse(absl::StatusCode::kAborted, "UNLOADED",
+                    absl::StrCat(model.name, " was unloaded while it was being registered"));
+  }
+  model.pinned_bytes = event.pinned_bytes;
+  for (RequestId request : std::exchange(model.registrations, {})) {
+    Reply reply{request, status, {}};
+    if (status.ok()) reply.outcome = RegisterOutcome{model.id, model.pinned_bytes};
+    context_.effects.push_back(std::move(reply));
+  }
+  if (event.status.ok()) {
+    model.Apply(ModelChange::kRegistered);
+    if (model.unload) QueueOf(model.id)->Add(UnloadRequested{model.unload, model.name});
+    return;
+  }
+  if (model.unload) context_.effects.push_back(Reply{model.unload, absl::OkStatus(), UnloadOutcome{}});
+  model.Apply(ModelChange::kRegistrationFailed);
+  records_.models.erase(event.model);
+}
+
+// ---- Requests about a model. ----
+
+void Arbiter::On(const UnloadRequested& event) {
+  DeviceQueue* queue = QueueFor(event.request, event.name);
+  if (queue == nullptr) return;
+  ModelRecord& model = *records_.FindModel(event.name);
+  if (model.state != ModelState::kRegistering) return queue->Add(event);
+  if (model.unload) {
+    context_.effects.push_back(
+        Reply{event.request,
+              Refuse(absl::StatusCode::kAborted, "UNLOADED", absl::StrCat(model.name, " is being unloaded already")),
+              {}});
+    return;
+  }
+  model.unload = event.request;
+  context_.effects.push_back(CancelMirrors{model.id});
+}
+
+void Arbiter::On(const ActivateRequested& event) {
+  if (event.session) {
+    const auto session = records_.sessions.find(event.session);
+    if (session == records_.sessions.end() || session->second.hung_up) {
+      context_.effects.push_back(Reply{event.request,
+                                       Refuse(absl::StatusCode::kNotFound, "NO_SUCH_SESSION",
+                                              "the session is not known here; open the page channel first"),
+                                       {}});
+      return;
+    }
+  }
+  DeviceQueue* queue = QueueFor(event.request, event.name);
+  if (queue == nullptr) return;
+  if (event.deadline != absl::InfiniteFuture()) {
+    const TimerId timer{context_.next_timer++};
+    deadlines_.emplace(timer, event.request);
+    context_.effects.push_back(SetTimer{timer, event.deadline});
+  }
+  queue->Add(event);
+}
+
+void Arbiter::On(const DeactivateRequested& event) {
+  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event);
+}
+
+void Arbiter::On(const VerifyRequested& event) {
+  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event);
+}
+
+void Arbiter::GiveUp(RequestId request, const absl::Status& status) {
+  for (auto& [id, queue] : queues_) {
+    if (queue.GiveUp(request, status)) return;
+  }
+  for (auto& [id, model] : records_.models) {
+    const auto found = std::find(model.registrations.begin(), model.registrations.end(), request);
+    if (found == model.registrations.end()) continue;
+    model.registrations.erase(found);
+    context_.effects.push_back(Reply{request, status, {}});
+    // Nobody wants it any more.
+    if (model.registrations.empty() && !model.unload) context_.effects.push_back(CancelMirrors{id});
+    return;
+  }
+}
+
+void Arbiter::On(const RequestCancelled& event) {
+  std::erase_if(deadlines_, [&](const auto& entry) { return entry.second == event.request; });
+  GiveUp(event.request, Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the caller has gone away"));
+}
+
+void Arbiter::On(const TimerFired& event) {
+  if (const auto deadline = deadlines_.find(event.timer); deadline != deadlines_.end()) {
+    const RequestId request = deadline->second;
+    deadlines_.erase(deadline);
+    return GiveUp(request, Refuse(absl::StatusCode::kDeadlineExceeded, "DEADLINE",
+                                  "the deadline passed before the model was active"));
+  }
+  for (auto& [id, queue] : queues_) {
+    if (queue.On(event)) return;
+  }
+}
+
+// ---- Answers to effects, which the queue of the device waits for. ----
+
+void Arbiter::On(const DeviceMeasured& event) { queues_.at(event.device).On(event); }
+void Arbiter::On(const PlanRealized& event) { QueueOf(event.model)->On(event); }
+void Arbiter::On(const CellsVerified& event) { QueueOf(event.model)->On(event); }
+void Arbiter::On(const ModelDropped& event) { QueueOf(event.model)->On(event); }
+void Arbiter::On(const UseWordsClosed& event) { QueueOf(event.model)->On(event); }
+void Arbiter::On(const UseWordsReopened& event) {
+  QueueOf(event.model)->On(event);
+  for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
+    if (lease->release) Release(*lease);
+  }
+}
+
+// ---- Sessions and leases. ----
+
+void Arbiter::On(const SessionOpened& event) {
+  records_.sessions.emplace(event.session, SessionRecord{event.session, event.pid, event.uid, event.client, false});
+}
+
+void Arbiter::On(const SessionHungUp& event) {
+  const auto session = records_.sessions.find(event.session);
+  if (session == records_.sessions.end()) return;
+  session->second.hung_up = true;
+  for (auto& [id, lease] : records_.leases) {
+    if (lease.session == event.session && lease.holds_cells()) lease.state = LeaseState::kUnresponsive;
+  }
+}
+
+void Arbiter::On(const SessionEnded& event) {
+  std::vector<LeaseId> held;
+  for (const auto& [id, lease] : records_.leases) {
+    if (lease.session == event.session) held.push_back(id);
+  }
+  records_.sessions.erase(event.session);
+  for (LeaseId lease : held) Drop(lease, "SESSION_ENDED");
+}
+
+void Arbiter::On(const ReleaseLeaseRequested& event) {
+  const auto lease = records_.leases.find(event.lease);
+  absl::Status status;
+  if (lease != records_.leases.end() && lease->second.session != event.session) {
+    status = Refuse(absl::StatusCode::kPermissionDenied, "SESSION_OWNER",
+                    absl::StrCat("lease ", event.lease.value, " belongs to another session"));
+  } else if (lease != records_.leases.end() && lease->second.release) {
+    status = Refuse(absl::StatusCode::kFailedPrecondition, "RELEASING",
+                    absl::StrCat("lease ", event.lease.value, " is being released already"));
+  } else if (lease != records_.leases.end()) {
+    lease->second.release = event.request;
+    return Release(lease->second);
+  }
+  context_.effects.push_back(Reply{event.request, status, {}});
+}
+
+// A lease that ends goes the way of every revocation: were the client to close its use word itself, that could cross
+// a revocation which is just being taken back. One that is being mapped or revoked already is taken up when that is
+// through.
+void Arbiter::Release(LeaseRecord& lease) {
+  if (lease.state == LeaseState::kRevoked) return Drop(lease.id, "RELEASED");
+  if (lease.state != LeaseState::kLive) return;
+  lease.state = LeaseState::kRevoking;
+  context_.effects.push_back(CloseAndRevoke{lease.id, lease.generation});
+}
+
+void Arbiter::Drop(LeaseId id, std::string_view reason) {
+  const ModelId model = records_.leases.at(id).model;
+  const RequestId release = records_.leases.at(id).release;
+  records_.leases.erase(id);
+  context_.effects.push_back(EndLease{id, std::string(reason)});
+  if (release) context_.effects.push_back(Reply{release, absl::OkStatus(), {}});
+  records_.models.at(model).last_used = context_.now;
+  QueueOf(model)->OnLeaseLet(model);
+}
+
+void Arbiter::On(const LeaseMapped& event) {
+  const auto lease = records_.leases.find(event.lease);
+  if (lease == records_.leases.end() || lease->second.generation != event.generation) return;
+  if (lease->second.state != LeaseState::kGranting) return;
+  lease->second.state = LeaseState::kLive;
+  if (lease->second.release) return Release(lease->second);
+  QueueOf(lease->second.model)->OnLeaseLive(lease->second.model);
+}
+
+void Arbiter::On(const LeaseReleased& event) {
+  const auto lease = records_.leases.find(event.lease);
+  if (lease == records_.leases.end() || lease->second.generation != event.generation) return;
+  lease->second.state = LeaseState::kRevoked;
+  if (lease->second.release) return Release(lease->second);
+  QueueOf(lease->second.model)->OnLeaseLet(lease->second.model);
+}
+
+void Arbiter::On(const LeaseFailed& event) {
+  const auto lease = records_.leases.find(event.lease);
+  if (lease == records_.leases.end()) return;
+  records_.models.at(lease->second.model).last_error = event.status;
+  Drop(event.lease, "FAILED");
+}
+
+}  // namespace residency

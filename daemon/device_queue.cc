@@ -1,0 +1,455 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/device_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/planner.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+
+RequestId RequestOf(const DeviceQueue::Request& request) {
+  return std::visit([](const auto& r) { return r.request; }, request);
+}
+
+const std::string& NameOf(const DeviceQueue::Request& request) {
+  return std::visit([](const auto& r) -> const std::string& { return r.name; }, request);
+}
+
+void DeviceQueue::Add(Request request) {
+  waiting_.push_back(std::move(request));
+  Pump();
+}
+
+bool DeviceQueue::GiveUp(RequestId request, const absl::Status& status) {
+  if (job_.has_value() && !job_->replied && RequestOf(job_->request) == request) {
+    ReplyNow(status);
+    // Nobody is there to take a lease.
+    if (auto* activate = std::get_if<ActivateRequested>(&job_->request)) activate->session = SessionId{};
+    return true;
+  }
+  const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [&](const Request& waiting) { return RequestOf(waiting) == request; });
+  if (found == waiting_.end()) return false;
+  waiting_.erase(found);
+  Emit(Reply{request, status, {}});
+  return true;
+}
+
+void DeviceQueue::Pump() {
+  // A request that is answered at once ends in Finish, which pumps; the loop below goes on then.
+  if (std::exchange(pumping_, true)) return;
+  while (!job_.has_value() && !waiting_.empty()) {
+    Job job{.request = std::move(waiting_.front()), .began = context_.now};
+    waiting_.pop_front();
+    job_ = std::move(job);
+    // The name may have changed hands while the request waited.
+    const auto model = records_.GetModel(NameOf(job_->request));
+    if (!model.ok()) {
+      ReplyNow(model.status());
+      Finish();
+      continue;
+    }
+    job_->model = (*model)->id;
+    std::visit([this](const auto& request) { Start(request); }, Request(job_->request));
+  }
+  pumping_ = false;
+}
+
+// ---- Activation. ----
+
+void DeviceQueue::Start(const ActivateRequested& request) {
+  ModelRecord& model = Model(job_->model);
+  if (model.state == ModelState::kActive) {
+    const LeaseId lease = Grant(request, model);
+    ReplyNow(absl::OkStatus(), OutcomeOf(model, lease));
+    return Finish();
+  }
+  absl::Status status = device().usable;
+  if (model.state == ModelState::kBroken) {
+    status = Refuse(absl::StatusCode::kFailedPrecondition, "BROKEN",
+                    absl::StrCat(model.name, " is broken, unload it: ", std::string(model.last_error.message())));
+  } else if (model.state != ModelState::kInactive) {
+    status = Refuse(absl::StatusCode::kFailedPrecondition, "REGISTERING",
+                    absl::StrCat(model.name, " is still being registered"));
+  }
+  if (status.ok()) status = PlanHeld(model.name, model.layout, request.budget).status();
+  if (status.ok()) status = PlanHeld(model.name, model.layout, model.budget).status();
+  if (!status.ok()) {
+    ReplyNow(status);
+    return Finish();
+  }
+  job_->phase = Phase::kMeasuring;
+  Emit(MeasureDevice{device_});
+}
+
+void DeviceQueue::On(const DeviceMeasured& event) {
+  if (!job_.has_value() || job_->phase != Phase::kMeasuring) return;
+  if (!event.status.ok()) {
+    ReplyNow(event.status);
+    return Finish();
+  }
+  ModelRecord& model = Model(job_->model);
+  const DeviceRoom room{.total_bytes = event.total_bytes,
+                        .free_bytes = event.free_bytes,
+                        .pool_idle_bytes = event.pool_idle_bytes,
+                        .broker_bytes = event.broker_bytes,
+                        .budget_bytes = device().budget_bytes,
+                        .reserve_bytes = device().reserve_bytes};
+  std::vector<Occupant> occupants;
+  std::vector<LeaseId> in_use = event.leases_in_use;
+  for (const auto& [id, other] : records_.models) {
+    if (other.device != device_ || other.state != ModelState::kActive || id == model.id) continue;
+    Occupant occupant{id, other.claimed_device_bytes, false, other.last_used};
+    for (const LeaseRecord* lease : records_.LeasesOf(id)) {
+      // A lease whose client is just mapping is about to be used; one that hung up cannot be asked.
+      const bool waits = lease->state != LeaseState::kLive && lease->holds_cells() && !lease->release;
+      if (waits) in_use.push_back(lease->id);
+      occupant.in_use |= waits || std::find(in_use.begin(), in_use.end(), lease->id) != in_use.end();
+    }
+    occupants.push_back(occupant);
+  }
+  const uint64_t needed_bytes = Price(model.layout, AllResident(model.layout));
+  RoomDecision decision = DecideRoom(needed_bytes, room, std::move(occupants));
+  if (!decision.fits) {
+    ReplyNow(NoRoom(model, needed_bytes, room, decision, in_use));
+    return Finish();
+  }
+  if (decision.victims.empty()) return Fill();
+  job_->victims = std::move(decision.victims);
+  const ModelId victim = job_->victims.front();
+  job_->victims.erase(job_->victims.begin());
+  Clear(victim);
+}
+
+absl::Status DeviceQueue::NoRoom(const ModelRecord& model, uint64_t needed_bytes, const DeviceRoom& room,
+                                 const RoomDecision& decision, const std::vector<LeaseId>& in_use) const {
+  const std::string figures = absl::StrCat(
+      model.name, " needs ", needed_bytes, " bytes on ", device().uuid, "; ", room.available_bytes(),
+      " available (held by the broker ", room.broker_bytes, ", by others ", room.others_bytes(), ", free ",
+      room.free_bytes + room.pool_idle_bytes, ", reserve ", room.reserve_bytes, ", budget ", room.budget_bytes, ")");
+  Refusal refusal{.reason = "GPU_BUDGET", .needed_bytes = needed_bytes, .available_bytes = room.available_bytes()};
+  if (decision.in_the_way.empty()) return Refuse(absl::StatusCode::kResourceExhausted, refusal, figures);
+  refusal.reason = "IN_USE";
+  std::string names;
+  for (ModelId id : decision.in_the_way) {
+    absl::StrAppend(&names, names.empty() ? "" : ", ", records_.models.at(id).name);
+    for (LeaseId lease : in_use) {
+      // It may have ended since it was measured.
+      const auto record = records_.leases.find(lease);
+      if (record == records_.leases.end() || record->second.model != id) continue;
+      refusal.holders.push_back(records_.HolderOf(record->second, context_.now));
+    }
+  }
+  return Refuse(absl::StatusCode::kFailedPrecondition, refusal,
+                absl::StrCat(figures, "; it would fit without ", names, ", which is in use"));
+}
+
+void DeviceQueue::Fill() {
+  ModelRecord& model = Model(job_->model);
+  Plan plan = AllResident(model.layout);
+  model.Apply(ModelChange::kActivationBegan);
+  model.claimed_device_bytes = Price(model.layout, plan);
+  job_->phase = Phase::kFilling;
+  Emit(RealizePlan{model.id, std::move(plan)});
+}
+
+void DeviceQueue::FinishActivation(const PlanRealized& event) {
+  ModelRecord& model = Model(job_->model);
+  if (!event.status.ok()) {
+    model.Apply(event.broken ? ModelChange::kBroke : ModelChange::kActivationUndone);
+    model.claimed_device_bytes = 0;
+    model.last_error = event.status;
+    ReplyNow(event.status);
+    return Finish();
+  }
+  model.Apply(ModelChange::kActivated);
+  model.generation += 1;
+  model.last_used = context_.now;
+  model.last_activation = ActivationRecord{event.copied_bytes, event.duration, event.verified_cells};
+  model.last_error = absl::OkStatus();
+  // Leases from before get their cells back, at the same addresses, without asking.
+  for (LeaseRecord* lease : records_.LeasesOf(model.id)) {
+    if (lease->state == LeaseState::kRevoked && !lease->release) SendCells(*lease);
+  }
+  const LeaseId lease = Grant(std::get<ActivateRequested>(job_->request), model);
+  ActivateOutcome outcome = OutcomeOf(model, lease);
+  outcome.bytes_moved = event.copied_bytes;
+  outcome.duration = event.duration;
+  outcome.verified_cells = event.verified_cells;
+  outcome.refilled_cells = event.refilled_cells;
+  outcome.device_bytes = event.device_bytes;
+  outcome.evicted = job_->evicted;
+  ReplyNow(absl::OkStatus(), std::move(outcome));
+  Finish();
+}
+
+ActivateOutcome DeviceQueue::OutcomeOf(const ModelRecord& model, LeaseId lease) const {
+  // A lease may have an older generation than another one of its model: it never lost its cells.
+  const uint64_t generation = lease ? records_.leases.at(lease).generation : model.generation;
+  return ActivateOutcome{.model = model.id, .lease = lease, .generation = generation};
+}
+
+LeaseId DeviceQueue::Grant(const ActivateRequested& request, ModelRecord& model) {
+  model.last_used = context_.now;
+  const auto session = records_.sessions.find(request.session);
+  if (session == records_.sessions.end() || session->second.hung_up) return LeaseId{};
+  LeaseRecord* lease = records_.FindLease(request.session, model.id);
+  if (lease == nullptr) {
+    const LeaseId id{context_.next_lease++};
+    lease = &records_.leases[id];
+    *lease = LeaseRecord{.id = id, .session = request.session, .model = model.id, .since = context_.now};
+    Emit(GrantLease{id, request.session, model.id});
+  }
+  lease->working_bytes = request.working_bytes;
+  if (lease->state == LeaseState::kRevoked) SendCells(*lease);
+  return lease->id;
+}
+
+void DeviceQueue::SendCells(LeaseRecord& lease) {
+  ModelRecord& model = Model(lease.model);
+  // A lease that lost its cells while the model stayed active gets them as a new generation, since only that
+  // opens its use word.
+  if (lease.generation == model.generation) model.generation += 1;
+  lease.generation = model.generation;
+  lease.state = LeaseState::kGranting;
+  Emit(Effect(residency::SendCells{lease.id, lease.generation}));
+}
+
+// ---- Taking a model off: deactivation, eviction, unload. ----
+
+void DeviceQueue::Start(const DeactivateRequested& request) {
+  ModelRecord& model = Model(job_->model);
+  if (model.state == ModelState::kActive) return Clear(model.id);
+  if (model.state == ModelState::kInactive) {
+    ReplyNow(absl::OkStatus(), DeactivateOutcome{});
+  } else {
+    ReplyNow(Refuse(absl::StatusCode::kFailedPrecondition,
+                    model.state == ModelState::kBroken ? "BROKEN" : "REGISTERING",
+                    absl::StrCat(model.name, " is ", std::string(ModelStateName(model.state)))));
+  }
+  Finish();
+}
+
+void DeviceQueue::Start(const UnloadRequested& request) {
+  ModelRecord& model = Model(job_->model);
+  if (model.state == ModelState::kActive) return Clear(model.id);
+  DropModelNow();
+}
+
+void DeviceQueue::Clear(ModelId id) {
+  ModelRecord& model = Model(id);
+  job_->clearing = id;
+  const auto* deactivate = std::get_if<DeactivateRequested>(&job_->request);
+  const bool drains = deactivate != nullptr && deactivate->drain > absl::ZeroDuration();
+  std::vector<LeaseId> live;
+  std::vector<LeaseId> waits;
+  std::vector<LeaseId> leaving;
+  for (const LeaseRecord* lease : records_.LeasesOf(id)) {
+    if (lease->state == LeaseState::kLive) live.push_back(lease->id);
+    if (lease->state != LeaseState::kLive && lease->holds_cells()) {
+      (lease->release ? leaving : waits).push_back(lease->id);
+    }
+  }
+  model.Apply(ModelChange::kDeactivationBegan);
+  // A client that is just mapping is about to use what it asked for; one that is leaving is waited for.
+  if (!waits.empty() && !drains) return NotCleared(records_.InUse(model.name, waits, context_.now));
+  if (live.empty() && waits.empty() && leaving.empty()) return Unmap(id);
+  job_->phase = Phase::kClosing;
+  release_timer_ = SetTimer(drains ? deactivate->drain : kReleaseDeadline);
+  Emit(CloseUseWords{id, std::move(live), !drains});
+}
+
+void DeviceQueue::On(const UseWordsClosed& event) {
+  if (!job_.has_value() || job_->phase != Phase::kClosing || job_->clearing != event.model) return;
+  ModelRecord& model = Model(event.model);
+  if (!event.in_use.empty()) return NotCleared(records_.InUse(model.name, event.in_use, context_.now));
+  job_->phase = Phase::kRevoking;
+  for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
+    if (lease->state != LeaseState::kLive) continue;
+    lease->state = LeaseState::kRevoking;
+    Emit(RevokeLease{lease->id, lease->generation});
+  }
+  CheckRevoked();
+}
+
+void DeviceQueue::OnLeaseLet(ModelId model) {
+  if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) return CheckRevoked();
+  // It came too late for the revocation that asked for it, and the model stayed: it gets its cells back.
+  for (LeaseRecord* lease : records_.LeasesOf(model)) {
+    const bool lost = lease->state == LeaseState::kRevoked && !lease->release;
+    if (lost && Model(model).state == ModelState::kActive) SendCells(*lease);
+  }
+}
+
+void DeviceQueue::OnLeaseLive(ModelId model) {
+  if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) CheckRevoked();
+}
+
+void DeviceQueue::CheckRevoked() {
+  // A lease that became live while others were being closed is closed in its turn.
+  std::vector<LeaseId> live;
+  for (const LeaseRecord* lease : records_.LeasesOf(job_->clearing)) {
+    if (lease->state == LeaseState::kLive) live.push_back(lease->id);
+  }
+  if (!live.empty()) {
+    job_->phase = Phase::kClosing;
+    Emit(CloseUseWords{job_->clearing, std::move(live), false});
+    return;
+  }
+  const std::vector<LeaseRecord*> leases = records_.LeasesOf(job_->clearing);
+  if (std::any_of(leases.begin(), leases.end(), [](const LeaseRecord* lease) { return lease->holds_cells(); })) return;
+  Unmap(job_->clearing);
+}
+
+bool DeviceQueue::On(const TimerFired& event) {
+  if (event.timer == pool_timer_) {
+    // A job that runs may be about to take those cells; the next one that ends sets the timer again.
+    if (!job_.has_value()) Emit(TrimPool{device_});
+    return true;
+  }
+  if (event.timer != release_timer_) return false;
+  if (!job_.has_value() || (job_->phase != Phase::kRevoking && job_->phase != Phase::kClosing)) return true;
+  std::vector<LeaseId> held;
+  for (const LeaseRecord* lease : records_.LeasesOf(job_->clearing)) {
+    if (lease->state == LeaseState::kRevoking) held.push_back(lease->id);
+  }
+  job_->phase = Phase::kReopening;
+  Emit(ReopenUseWords{job_->clearing, std::move(held)});
+  return true;
+}
+
+void DeviceQueue::On(const UseWordsReopened& event) {
+  if (!job_.has_value() || job_->phase != Phase::kReopening || job_->clearing != event.model) return;
+  std::vector<LeaseId> holders;
+  for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
+    if (lease->holds_cells()) holders.push_back(lease->id);
+    const bool taken = std::find(event.taken.begin(), event.taken.end(), lease->id) != event.taken.end();
+    if (lease->state == LeaseState::kRevoking && !taken) lease->state = LeaseState::kLive;
+  }
+  NotCleared(records_.InUse(Model(event.model).name, holders, context_.now));
+}
+
+void DeviceQueue::NotCleared(const absl::Status& status) {
+  const ModelId id = job_->clearing;
+  Model(id).Apply(ModelChange::kDeactivationUndone);
+  ReplyNow(status);
+  for (LeaseRecord* lease : records_.LeasesOf(id)) {
+    if (lease->state == LeaseState::kRevoked && !lease->release) SendCells(*lease);
+  }
+  Finish();
+}
+
+void DeviceQueue::Unmap(ModelId id) {
+  job_->phase = Phase::kUnmapping;
+  Emit(RealizePlan{id, NoneResident(Model(id).layout)});
+}
+
+void DeviceQueue::On(const PlanRealized& event) {
+  if (!job_.has_value()) return;
+  if (job_->phase == Phase::kFilling && job_->model == event.model) return FinishActivation(event);
+  if (job_->phase == Phase::kUnmapping && job_->clearing == event.model) return Cleared(event);
+}
+
+void DeviceQueue::Cleared(const PlanRealized& event) {
+  ModelRecord& model = Model(event.model);
+  const bool unloading = std::holds_alternative<UnloadRequested>(job_->request);
+  if (!event.status.ok()) {
+    model.last_error = event.status;
+    if (!event.broken && !unloading) return NotCleared(event.status);
+    model.Apply(ModelChange::kBroke);
+    if (unloading) return DropModelNow();
+    ReplyNow(event.status);
+    return Finish();
+  }
+  model.Apply(ModelChange::kDeactivated);
+  model.claimed_device_bytes = 0;
+  if (unloading) return DropModelNow();
+  if (std::holds_alternative<DeactivateRequested>(job_->request)) {
+    ReplyNow(absl::OkStatus(), DeactivateOutcome{event.pooled_bytes, event.freed_bytes, event.copied_to_host_bytes,
+                                                 context_.now - job_->began});
+    return Finish();
+  }
+  // A victim is gone; what is free now is measured again rather than computed.
+  job_->evicted.push_back(model.name);
+  job_->phase = Phase::kMeasuring;
+  Emit(MeasureDevice{device_});
+}
+
+void DeviceQueue::DropModelNow() {
+  job_->phase = Phase::kDropping;
+  for (const LeaseRecord* lease : records_.LeasesOf(job_->model)) {
+    Emit(EndLease{lease->id, "UNLOADED"});
+    if (lease->release) Emit(Reply{lease->release, absl::OkStatus(), {}});
+  }
+  std::erase_if(records_.leases, [this](const auto& entry) { return entry.second.model == job_->model; });
+  Emit(DropModel{job_->model});
+}
+
+void DeviceQueue::On(const ModelDropped& event) {
+  if (!job_.has_value() || job_->phase != Phase::kDropping || job_->model != event.model) return;
+  Model(event.model).Apply(ModelChange::kUnloaded);
+  records_.models.erase(event.model);
+  ReplyNow(absl::OkStatus(), UnloadOutcome{event.host_bytes, event.device_bytes});
+  Finish();
+}
+
+// ---- Verify. ----
+
+void DeviceQueue::Start(const VerifyRequested& request) {
+  ModelRecord& model = Model(job_->model);
+  if (model.state != ModelState::kActive && model.state != ModelState::kBroken) {
+    ReplyNow(Refuse(absl::StatusCode::kFailedPrecondition, "NOT_ACTIVE",
+                    absl::StrCat(model.name, " is ", std::string(ModelStateName(model.state)),
+                                 ": there is nothing on the GPU to verify")));
+    return Finish();
+  }
+  job_->phase = Phase::kVerifying;
+  Emit(VerifyCells{model.id});
+}
+
+void DeviceQueue::On(const CellsVerified& event) {
+  if (!job_.has_value() || job_->phase != Phase::kVerifying || job_->model != event.model) return;
+  ModelRecord& model = Model(event.model);
+  if (!event.status.ok()) {
+    model.last_error = event.status;
+    if (event.broken && model.state == ModelState::kActive) model.Apply(ModelChange::kBroke);
+    ReplyNow(event.status);
+  } else {
+    ReplyNow(absl::OkStatus(),
+             VerifyOutcome{event.verified_cells, event.refilled_cells, event.absent_cells, event.duration});
+  }
+  Finish();
+}
+
+// ---- Common. ----
+
+void DeviceQueue::ReplyNow(absl::Status status, decltype(Reply::outcome) outcome) {
+  if (job_->replied) return;
+  job_->replied = true;
+  Emit(Reply{RequestOf(job_->request), std::move(status), std::move(outcome)});
+}
+
+void DeviceQueue::Finish() {
+  job_.reset();
+  if (release_timer_)
+    Emit(Effect(residency::SetTimer{std::exchange(release_timer_, TimerId{}), absl::InfiniteFuture()}));
+  if (pool_timer_) Emit(Effect(residency::SetTimer{pool_timer_, absl::InfiniteFuture()}));
+  pool_timer_ = SetTimer(pool_idle_);
+  Pump();
+}
+
+TimerId DeviceQueue::SetTimer(absl::Duration after) {
+  const TimerId timer{context_.next_timer++};
+  Emit(Effect(residency::SetTimer{timer, context_.now + after}));
+  return timer;
+}
+
+std::optional<absl::Time> DeviceQueue::running_since() const {
+  if (!job_.has_value()) return std::nullopt;
+  return job_->began;
+}
+
+}  // namespace residency

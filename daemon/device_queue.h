@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The requests of one device, taken one after the other: each is measured, makes room, moves and replies
+// before the next begins, so that no two transitions race for the same bytes. Part of the decision core:
+// pure; called by the arbiter within a step.
+//
+// A job runs through these phases (each waits for the event in brackets):
+//   activate:   kMeasuring [DeviceMeasured], for each victim as deactivate, kFilling [PlanRealized]
+//   deactivate: kClosing [UseWordsClosed], kRevoking [LeaseReleased of each], kUnmapping [PlanRealized];
+//               when the time is up while kRevoking: kReopening [UseWordsReopened], and it is undone
+//   unload:     as deactivate where active, kDropping [ModelDropped]
+//   verify:     kVerifying [CellsVerified]
+#ifndef RESIDENCY_DAEMON_DEVICE_QUEUE_H_
+#define RESIDENCY_DAEMON_DEVICE_QUEUE_H_
+
+#include <deque>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "daemon/events.h"
+#include "daemon/records.h"
+#include "daemon/scheduler.h"
+
+namespace residency {
+
+// How long a client has to let its cells go where the request names no longer time. A client that does
+// nothing else needs milliseconds (30 us a cell); one whose kernels run for seconds should be drained.
+inline constexpr absl::Duration kReleaseDeadline = absl::Seconds(5);
+
+// What a step needs beside the records: the time, and where effects go.
+struct Context {
+  absl::Time now;
+  std::vector<Effect> effects;
+  uint64_t next_lease = 1;
+  uint64_t next_timer = 1;
+};
+
+class DeviceQueue {
+ public:
+  DeviceQueue(DeviceId device, absl::Duration pool_idle, Records& records, Context& context)
+      : device_(device), pool_idle_(pool_idle), records_(records), context_(context) {}
+  DeviceQueue(const DeviceQueue&) = delete;
+  DeviceQueue& operator=(const DeviceQueue&) = delete;
+
+  using Request = std::variant<ActivateRequested, DeactivateRequested, UnloadRequested, VerifyRequested>;
+  // Takes the request up now or when those before it are done.
+  void Add(Request request);
+  // Replies to `request` with `status` where it waits or runs here. A transition that has begun goes on, for
+  // nobody.
+  bool GiveUp(RequestId request, const absl::Status& status);
+
+  void On(const DeviceMeasured& event);
+  void On(const PlanRealized& event);
+  void On(const CellsVerified& event);
+  void On(const ModelDropped& event);
+  void On(const UseWordsClosed& event);
+  void On(const UseWordsReopened& event);
+  // A timer that this queue set; false where it is not one of them.
+  bool On(const TimerFired& event);
+  // A lease of one of its models holds no cells any more: released, failed or gone.
+  void OnLeaseLet(ModelId model);
+  // A lease of one of its models has mapped its cells.
+  void OnLeaseLive(ModelId model);
+
+  // Gives a lease that has no cells those of its model, which is active.
+  void SendCells(LeaseRecord& lease);
+  // When the job that runs began.
+  std::optional<absl::Time> running_since() const;
+
+ private:
+  enum class Phase { kMeasuring, kClosing, kRevoking, kReopening, kUnmapping, kFilling, kVerifying, kDropping };
+  struct Job {
+    Request request;
+    Phase phase = Phase::kMeasuring;
+    absl::Time began;
+    ModelId model;                 // of the request
+    ModelId clearing;              // the model that is being taken off: `model`, or a victim
+    std::vector<ModelId> victims;  // still to be taken off
+    std::vector<std::string> evicted;
+    bool replied = false;
+  };
+
+  void Pump();
+  void Start(const ActivateRequested& request);
+  void Start(const DeactivateRequested& request);
+  void Start(const UnloadRequested& request);
+  void Start(const VerifyRequested& request);
+  void Fill();
+  void FinishActivation(const PlanRealized& event);
+  void Clear(ModelId model);
+  void Unmap(ModelId model);
+  void CheckRevoked();
+  void NotCleared(const absl::Status& status);
+  void Cleared(const PlanRealized& event);
+  void DropModelNow();
+  LeaseId Grant(const ActivateRequested& request, ModelRecord& model);
+  absl::Status NoRoom(const ModelRecord& model, uint64_t needed_bytes, const DeviceRoom& room,
+                      const RoomDecision& decision, const std::vector<LeaseId>& in_use) const;
+  ActivateOutcome OutcomeOf(const ModelRecord& model, LeaseId lease) const;
+  void ReplyNow(absl::Status status, decltype(Reply::outcome) outcome = {});
+  void Finish();
+  TimerId SetTimer(absl::Duration after);
+  ModelRecord& Model(ModelId id) { return records_.models.at(id); }
+  const DeviceRecord& device() const { return records_.devices.at(device_); }
+  void Emit(Effect effect) { context_.effects.push_back(std::move(effect)); }
+
+  const DeviceId device_;
+  const absl::Duration pool_idle_;
+  Records& records_;
+  Context& context_;
+  std::deque<Request> waiting_;
+  std::optional<Job> job_;
+  bool pumping_ = false;
+  TimerId release_timer_;
+  TimerId pool_timer_;
+};
+
+RequestId RequestOf(const DeviceQueue::Request& request);
+const std::string& NameOf(const DeviceQueue::Request& request);
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_DEVICE_QUEUE_H_

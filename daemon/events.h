@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the decision core is told and what it orders, as plain values. Events are in the past tense, effects
+// in the imperative. Whoever carries an effect out reports back with the event named beside it.
+#ifndef RESIDENCY_DAEMON_EVENTS_H_
+#define RESIDENCY_DAEMON_EVENTS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "daemon/ids.h"
+#include "mechanisms/layout.h"
+#include "mechanisms/plan.h"
+
+namespace residency {
+
+// ---- Events: requests. Each is answered by exactly one Reply. ----
+
+// A checkpoint's headers were read. `identity` tells the same files from others; `layout` comes without its
+// tensors, which no decision needs.
+struct RegisterRequested {
+  RequestId request;
+  std::string name;
+  std::string identity;
+  DeviceId device;
+  Budget budget;
+  Layout layout;
+};
+
+struct UnloadRequested {
+  RequestId request;
+  std::string name;
+};
+
+struct ActivateRequested {
+  RequestId request;
+  std::string name;
+  Budget budget;
+  SessionId session;  // nobody: a prewarm
+  uint64_t working_bytes = 0;
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+struct DeactivateRequested {
+  RequestId request;
+  std::string name;
+  absl::Duration drain;  // zero: a lease in use is a refusal at once
+};
+
+struct VerifyRequested {
+  RequestId request;
+  std::string name;
+};
+
+struct ReleaseLeaseRequested {
+  RequestId request;
+  SessionId session;
+  LeaseId lease;
+};
+
+// The caller has gone away; it gets its Reply all the same, as a CANCELLED.
+struct RequestCancelled {
+  RequestId request;
+};
+
+// ---- Events: answers to effects. ----
+
+// BuildMirrors is done. On failure nothing is left of them.
+struct MirrorsBuilt {
+  ModelId model;
+  absl::Status status;
+  uint64_t pinned_bytes = 0;
+};
+
+// MeasureDevice is done.
+struct DeviceMeasured {
+  DeviceId device;
+  absl::Status status;
+  uint64_t total_bytes = 0;
+  uint64_t free_bytes = 0;
+  uint64_t pool_idle_bytes = 0;
+  uint64_t broker_bytes = 0;           // mapped under models, as the driver says
+  std::vector<LeaseId> leases_in_use;  // on models of this device, as their use words say
+};
+
+// RealizePlan is done; `device_bytes` is measured afterwards, in either case.
+struct PlanRealized {
+  ModelId model;
+  absl::Status status;
+  bool broken = false;  // it failed and could not be undone
+  uint64_t device_bytes = 0;
+  uint64_t copied_bytes = 0;
+  uint64_t verified_cells = 0;
+  uint64_t refilled_cells = 0;
+  uint64_t unmapped_bytes = 0;        // left the addresses
+  uint64_t pooled_bytes = 0;          // of them went to the cell pool, as measured there
+  uint64_t freed_bytes = 0;           // by how much the driver's free figure rose
+  uint64_t copied_to_host_bytes = 0;  // counted; a deactivation has none
+  absl::Duration duration;
+};
+
+// VerifyCells is done.
+struct CellsVerified {
+  ModelId model;
+  absl::Status status;
+  bool broken = false;
+  uint64_t verified_cells = 0;
+  uint64_t refilled_cells = 0;
+  uint64_t absent_cells = 0;
+  absl::Duration duration;
+};
+
+// DropModel is done.
+struct ModelDropped {
+  ModelId model;
+  uint64_t host_bytes = 0;
+  uint64_t device_bytes = 0;
+};
+
+// CloseUseWords is done: either all of the leases are closed, or none and `in_use` says which stood in the
+// way.
+struct UseWordsClosed {
+  ModelId model;
+  std::vector<LeaseId> in_use;
+};
+
+// ReopenUseWords is done. A lease in `taken` was faster: its LeaseReleased will come, or has come.
+struct UseWordsReopened {
+  ModelId model;
+  std::vector<LeaseId> taken;
+};
+
+struct TimerFired {
+  TimerId timer;
+};
+
+// ---- Events: sessions. ----
+
+struct SessionOpened {
+  SessionId session;
+  int64_t pid = 0;
+  uint32_t uid = 0;
+  std::string client;
+};
+
+// The channel hung up while its process may still have cells mapped.
+struct SessionHungUp {
+  SessionId session;
+};
+
+// The process is gone, or it hung up and holds nothing.
+struct SessionEnded {
+  SessionId session;
+};
+
+// The client has mapped all cells of the generation and opened its use word.
+struct LeaseMapped {
+  LeaseId lease;
+  uint64_t generation = 0;
+};
+
+// The client has let all cells of the generation go.
+struct LeaseReleased {
+  LeaseId lease;
+  uint64_t generation = 0;
+};
+
+// The client could not map; it holds nothing.
+struct LeaseFailed {
+  LeaseId lease;
+  absl::Status status;
+};
+
+using Event = std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
+                           ReleaseLeaseRequested, RequestCancelled, MirrorsBuilt, DeviceMeasured, PlanRealized,
+                           CellsVerified, ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired, SessionOpened,
+                           SessionHungUp, SessionEnded, LeaseMapped, LeaseReleased, LeaseFailed>;
+
+// ---- Effects. ----
+
+struct RegisterOutcome {
+  ModelId model;
+  uint64_t pinned_bytes = 0;
+};
+
+struct UnloadOutcome {
+  uint64_t host_bytes = 0;
+  uint64_t device_bytes = 0;
+};
+
+struct ActivateOutcome {
+  ModelId model;
+  LeaseId lease;
+  uint64_t generation = 0;
+  uint64_t bytes_moved = 0;
+  absl::Duration duration;
+  uint64_t verified_cells = 0;
+  uint64_t refilled_cells = 0;
+  uint64_t device_bytes = 0;
+  std::vector<std::string> evicted;
+};
+
+struct DeactivateOutcome {
+  uint64_t pooled_bytes = 0;
+  uint64_t freed_bytes = 0;
+  uint64_t copied_bytes = 0;
+  absl::Duration duration;
+};
+
+struct VerifyOutcome {
+  uint64_t verified_cells = 0;
+  uint64_t refilled_cells = 0;
+  uint64_t absent_cells = 0;
+  absl::Duration duration;
+};
+
+struct Reply {
+  RequestId request;
+  absl::Status status;
+  std::variant<std::monostate, RegisterOutcome, UnloadOutcome, ActivateOutcome, DeactivateOutcome, VerifyOutcome>
+      outcome;  // monostate where `status` is not OK, or there is nothing to say
+};
+
+// Read, page-lock and digest the model whose RegisterRequested was `request`; -> MirrorsBuilt.
+struct BuildMirrors {
+  ModelId model;
+  RequestId request;
+};
+struct CancelMirrors {
+  ModelId model;
+};
+// Another request waits for the registration of `model`, so shows its progress too.
+struct JoinMirrors {
+  ModelId model;
+  RequestId request;
+};
+// -> ModelDropped
+struct DropModel {
+  ModelId model;
+};
+// -> DeviceMeasured
+struct MeasureDevice {
+  DeviceId device;
+};
+// -> PlanRealized
+struct RealizePlan {
+  ModelId model;
+  Plan plan;
+};
+// -> CellsVerified
+struct VerifyCells {
+  ModelId model;
+};
+// Gives idle cells of the pool back to the driver.
+struct TrimPool {
+  DeviceId device;
+};
+// Makes the lease's use word and tells its session.
+struct GrantLease {
+  LeaseId lease;
+  SessionId session;
+  ModelId model;
+};
+// Hands the session the descriptors of all resident cells; -> LeaseMapped or LeaseFailed.
+struct SendCells {
+  LeaseId lease;
+  uint64_t generation = 0;
+};
+// Keeps new users out of all of `leases`, or, where `only_if_idle` and one is in use, of none;
+// -> UseWordsClosed.
+struct CloseUseWords {
+  ModelId model;
+  std::vector<LeaseId> leases;
+  bool only_if_idle = false;
+};
+// Takes that back where the client has not taken its pages yet; -> UseWordsReopened.
+struct ReopenUseWords {
+  ModelId model;
+  std::vector<LeaseId> leases;
+};
+// Keeps new users out of a lease that is to end, and asks its client for the cells; -> LeaseReleased.
+struct CloseAndRevoke {
+  LeaseId lease;
+  uint64_t generation = 0;
+};
+// Asks the client to let the lease's cells go; -> LeaseReleased.
+struct RevokeLease {
+  LeaseId lease;
+  uint64_t generation = 0;
+};
+// Forgets the lease and tells its session, if that is still there.
+struct EndLease {
+  LeaseId lease;
+  std::string reason;
+};
+// -> TimerFired, unless the timer is set again or cleared first (`at` infinite).
+struct SetTimer {
+  TimerId timer;
+  absl::Time at;
+};
+
+using Effect = std::variant<Reply, BuildMirrors, CancelMirrors, JoinMirrors, DropModel, MeasureDevice, RealizePlan,
+                            VerifyCells, TrimPool, GrantLease, SendCells, CloseUseWords, ReopenUseWords, CloseAndRevoke,
+                            RevokeLease, EndLease, SetTimer>;
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_EVENTS_H_

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/records.h"
+
+#include "absl/base/internal/raw_logging.h"
+#include "absl/strings/str_cat.h"
+
+namespace residency {
+
+void ModelRecord::Apply(ModelChange change) {
+  const std::optional<ModelState> next = NextState(state, change);
+  ABSL_RAW_CHECK(next.has_value(), "a model's state took a change that the table does not have");
+  state = *next;
+}
+
+ModelRecord* Records::FindModel(std::string_view name) {
+  for (auto& [id, model] : models) {
+    if (model.name == name) return &model;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<ModelRecord*> Records::GetModel(std::string_view name) {
+  if (ModelRecord* model = FindModel(name)) return model;
+  return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL",
+                absl::StrCat("no model is registered as '", std::string(name), "'"));
+}
+
+std::vector<LeaseRecord*> Records::LeasesOf(ModelId model) {
+  std::vector<LeaseRecord*> found;
+  for (auto& [id, lease] : leases) {
+    if (lease.model == model) found.push_back(&lease);
+  }
+  return found;
+}
+
+LeaseRecord* Records::FindLease(SessionId session, ModelId model) {
+  for (auto& [id, lease] : leases) {
+    if (lease.session == session && lease.model == model && !lease.release) return &lease;
+  }
+  return nullptr;
+}
+
+Holder Records::HolderOf(const LeaseRecord& lease, absl::Time now) const {
+  Holder holder{.lease_id = lease.id.value, .age_seconds = absl::ToDoubleSeconds(now - lease.since)};
+  if (const auto session = sessions.find(lease.session); session != sessions.end()) {
+    holder.pid = session->second.pid;
+    holder.uid = session->second.uid;
+    holder.client = session->second.client;
+  }
+  return holder;
+}
+
+absl::Status Records::InUse(std::string_view model, const std::vector<LeaseId>& in_use, absl::Time now) const {
+  Refusal refusal{.reason = "IN_USE"};
+  std::string who;
+  for (LeaseId id : in_use) {
+    const auto lease = leases.find(id);
+    if (lease == leases.end()) continue;
+    refusal.holders.push_back(HolderOf(lease->second, now));
+    const Holder& holder = refusal.holders.back();
+    absl::StrAppend(&who, who.empty() ? "" : ", ", "pid ", holder.pid, " (", holder.client, ", lease ", holder.lease_id,
+                    ", ", static_cast<int64_t>(holder.age_seconds), " s old)");
+  }
+  return Refuse(absl::StatusCode::kFailedPrecondition, std::move(refusal),
+                absl::StrCat(std::string(model), " is in use by ", who.empty() ? "a lease that just ended" : who));
+}
+
+}  // namespace residency

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the decision core knows: models, leases, sessions and devices, as plain data in ordered maps, so that
+// walking them gives the same order every time.
+#ifndef RESIDENCY_DAEMON_RECORDS_H_
+#define RESIDENCY_DAEMON_RECORDS_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "daemon/ids.h"
+#include "daemon/residency.h"
+#include "mechanisms/layout.h"
+#include "mechanisms/plan.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+
+enum class LeaseState : uint8_t {
+  kGranting,      // cells are on their way to the client
+  kLive,          // mapped, and open for use
+  kRevoking,      // asked to let its cells go
+  kRevoked,       // holds no cell; the next generation brings them back
+  kUnresponsive,  // hung up, but its process lives and may have cells mapped
+};
+
+struct LeaseRecord {
+  LeaseId id;
+  SessionId session;
+  ModelId model;
+  LeaseState state = LeaseState::kRevoked;
+  uint64_t generation = 0;  // of the cells it got last
+  uint64_t working_bytes = 0;
+  absl::Time since;
+  RequestId release;  // its client wants it to end, and waits for that
+
+  // Whether its process may have cells mapped.
+  bool holds_cells() const { return state != LeaseState::kRevoked; }
+};
+
+struct SessionRecord {
+  SessionId id;
+  int64_t pid = 0;
+  uint32_t uid = 0;
+  std::string client;
+  bool hung_up = false;
+};
+
+struct ActivationRecord {
+  uint64_t bytes = 0;
+  absl::Duration duration;
+  uint64_t verified_cells = 0;
+};
+
+struct ModelRecord {
+  ModelId id;
+  std::string name;
+  std::string identity;
+  DeviceId device;
+  Budget budget;
+  Layout layout;  // without tensors
+  ModelState state = ModelState::kRegistering;
+  uint64_t generation = 0;
+  uint64_t claimed_device_bytes = 0;  // promised; what is there is measured elsewhere
+  uint64_t pinned_bytes = 0;
+  absl::Time last_used;
+  std::optional<ActivationRecord> last_activation;
+  absl::Status last_error;
+  std::vector<RequestId> registrations;  // requests that wait for the mirrors
+  RequestId unload;                      // waits for the mirrors to be given up
+
+  // Moves the state; a change that the table does not have is a fault of ours (CHECK).
+  void Apply(ModelChange change);
+};
+
+struct DeviceRecord {
+  DeviceId id;
+  std::string uuid;
+  uint64_t budget_bytes = 0;
+  uint64_t reserve_bytes = 0;
+  absl::Status usable;  // why no model can be active there, as probed at start
+};
+
+struct Records {
+  std::map<ModelId, ModelRecord> models;
+  std::map<LeaseId, LeaseRecord> leases;
+  std::map<SessionId, SessionRecord> sessions;
+  std::map<DeviceId, DeviceRecord> devices;
+
+  ModelRecord* FindModel(std::string_view name);
+  // As FindModel; NOT_FOUND/NO_SUCH_MODEL.
+  absl::StatusOr<ModelRecord*> GetModel(std::string_view name);
+  std::vector<LeaseRecord*> LeasesOf(ModelId model);
+  // The session's lease on the model; one that is being released does not count.
+  LeaseRecord* FindLease(SessionId session, ModelId model);
+  Holder HolderOf(const LeaseRecord& lease, absl::Time now) const;
+  // FAILED_PRECONDITION/IN_USE that names the holders of `leases`.
+  absl::Status InUse(std::string_view model, const std::vector<LeaseId>& leases, absl::Time now) const;
+};
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_RECORDS_H_

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/scheduler.h"
+
+#include <algorithm>
+
+namespace residency {
+namespace {
+
+uint64_t SaturatingSubtract(uint64_t from, uint64_t what) { return from > what ? from - what : 0; }
+
+}  // namespace
+
+uint64_t DeviceRoom::available_bytes() const {
+  const uint64_t beyond_reserve_bytes = SaturatingSubtract(free_bytes + pool_idle_bytes, reserve_bytes);
+  return std::min(beyond_reserve_bytes, SaturatingSubtract(budget_bytes, broker_bytes));
+}
+
+uint64_t DeviceRoom::others_bytes() const {
+  return SaturatingSubtract(total_bytes, free_bytes + pool_idle_bytes + broker_bytes);
+}
+
+RoomDecision DecideRoom(uint64_t needed_bytes, const DeviceRoom& room, std::vector<Occupant> occupants) {
+  RoomDecision decision;
+  // By age, and by id where two are equally old, so that the same input gives the same victims.
+  std::sort(occupants.begin(), occupants.end(), [](const Occupant& a, const Occupant& b) {
+    return a.last_used != b.last_used ? a.last_used < b.last_used : a.model < b.model;
+  });
+  // What leaves raises both of the limits by its size, but the reserve may have been broken into by others.
+  auto fits_after = [&](uint64_t leaving_bytes) {
+    DeviceRoom after = room;
+    after.pool_idle_bytes += leaving_bytes;
+    after.broker_bytes = SaturatingSubtract(room.broker_bytes, leaving_bytes);
+    return after.available_bytes() >= needed_bytes;
+  };
+  uint64_t leaving_bytes = 0;
+  for (const Occupant& occupant : occupants) {
+    if (fits_after(leaving_bytes)) break;
+    if (occupant.in_use) continue;
+    decision.victims.push_back(occupant.model);
+    leaving_bytes += occupant.device_bytes;
+  }
+  decision.fits = fits_after(leaving_bytes);
+  if (decision.fits) return decision;
+  decision.victims.clear();
+  for (const Occupant& occupant : occupants) {
+    if (occupant.in_use) leaving_bytes += occupant.device_bytes;
+  }
+  if (!fits_after(leaving_bytes)) return decision;
+  for (const Occupant& occupant : occupants) {
+    if (occupant.in_use) decision.in_the_way.push_back(occupant.model);
+  }
+  return decision;
+}
+
+}  // namespace residency
