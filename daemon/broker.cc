@@ -1,0 +1,461 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/broker.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "daemon/status.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+ArbiterOptions ArbiterOptionsOf(const BrokerOptions& options, const std::vector<std::unique_ptr<Gpu>>& gpus) {
+  ArbiterOptions arbiter{.host_budget_bytes = options.host_budget_bytes, .pool_idle = options.pool_idle};
+  for (const auto& gpu : gpus) {
+    const DeviceInfo& info = gpu->device().info();
+    arbiter.devices.push_back({.id = gpu->id(),
+                               .uuid = info.uuid,
+                               .budget_bytes = options.device_budget_bytes.value_or(info.total_bytes),
+                               .reserve_bytes = options.device_reserve_bytes,
+                               .usable = gpu->usable()});
+  }
+  return arbiter;
+}
+
+// What a decision needs of a layout; a model can have a million tensors.
+Layout WithoutTensors(const Layout& layout) {
+  Layout bare = layout;
+  for (LayoutComponent& component : bare.components) component.tensors.clear();
+  return bare;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Broker>> Broker::Start(Loop& loop, const Driver& driver, BrokerOptions options) {
+  const auto count = Device::Count(driver);
+  if (!count.ok()) return count.status();
+  if (*count == 0) return Refuse(absl::StatusCode::kUnavailable, "NO_DEVICE", "the driver shows no GPU");
+  std::vector<std::unique_ptr<Gpu>> gpus;
+  for (int ordinal = 0; ordinal < *count; ++ordinal) {
+    auto gpu = Gpu::Open(driver, ordinal, DeviceId{static_cast<uint64_t>(ordinal) + 1}, loop);
+    if (!gpu.ok()) return gpu.status();
+    const DeviceInfo& info = (*gpu)->device().info();
+    spdlog::info("device {} ({}): {} bytes, {}", info.uuid, info.name, info.total_bytes,
+                 (*gpu)->usable().ok() ? "usable" : std::string((*gpu)->usable().message()));
+    gpus.push_back(*std::move(gpu));
+  }
+  auto loader = Loader::Start(loop, options.cell_bytes);
+  if (!loader.ok()) return loader.status();
+  return std::unique_ptr<Broker>(new Broker(loop, std::move(options), std::move(gpus), *std::move(loader)));
+}
+
+Broker::Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus,
+               std::unique_ptr<Loader> loader)
+    : loop_(loop),
+      options_(std::move(options)),
+      started_(MonotonicNow()),
+      gpus_(std::move(gpus)),
+      arbiter_(ArbiterOptionsOf(options_, gpus_)),
+      sessions_(loop, options_.identity, [this](const Event& event) { Feed(event); }),
+      loader_(std::move(loader)) {}
+
+Broker::~Broker() {
+  for (auto& [id, model] : models_) model->cancelled = true;
+  loader_.reset();
+  // Arenas first, since they copy from mirrors; devices last, since mirrors are page-locked for them.
+  for (auto& gpu : gpus_) gpu->Stop();
+  models_.clear();
+}
+
+// ---- Requests. ----
+
+RequestId Broker::Expect(Done done) {
+  const RequestId id{next_request_++};
+  done_.emplace(id, std::move(done));
+  if (shutting_down_) {
+    loop_.Post([this, id] {
+      Answer({id, Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"), {}});
+    });
+  }
+  return id;
+}
+
+void Broker::Answer(const Reply& reply) {
+  auto node = done_.extract(reply.request);
+  progress_.erase(reply.request);
+  // The core agreed, or refused: in either case nothing waits for it any more.
+  loading_.erase(reply.request);
+  if (node.empty()) return;
+  NoteLoss(reply.status);
+  node.mapped()(reply);
+}
+
+void Broker::NoteLoss(const absl::Status& status) {
+  if (ReasonOf(status) != "DEVICE_LOST" || std::exchange(lost_told_, true)) return;
+  spdlog::critical("a GPU's context is lost: {}", status.ToString());
+  if (lost_) lost_(status);
+}
+
+RequestId Broker::Register(RegisterOptions options, Progress progress, Done done) {
+  const RequestId request = Expect(std::move(done));
+  progress_.emplace(request, std::move(progress));
+  const Gpu* gpu = gpus_.front().get();
+  if (!options.device_uuid.empty()) {
+    const auto found = std::find_if(gpus_.begin(), gpus_.end(), [&](const auto& candidate) {
+      return candidate->device().info().uuid == options.device_uuid;
+    });
+    if (found == gpus_.end()) {
+      const std::string known = absl::StrJoin(
+          gpus_, ", ", [](std::string* out, const auto& candidate) { out->append(candidate->device().info().uuid); });
+      Answer({request,
+              Refuse(absl::StatusCode::kNotFound, "NO_SUCH_DEVICE",
+                     absl::StrCat("no device ", options.device_uuid, "; there are: ", known)),
+              {}});
+      return request;
+    }
+    gpu = found->get();
+  }
+  const uint64_t granule_bytes = gpu->device().info().granule_bytes;
+  loader_->ReadHeaders(options.source, options.components, granule_bytes,
+                       [this, request, options, device = gpu->id()](absl::StatusOr<Checkpoint> checkpoint) {
+                         // The caller may have gone away while the headers were read.
+                         if (!done_.contains(request)) return;
+                         if (!checkpoint.ok()) return Answer({request, checkpoint.status(), {}});
+                         auto model = std::make_unique<LoadedModel>();
+                         model->checkpoint = *std::move(checkpoint);
+                         model->device = device;
+                         RegisterRequested event{request, options.name,   model->checkpoint.identity,
+                                                 device,  options.budget, WithoutTensors(model->checkpoint.layout)};
+                         loading_.emplace(request, std::move(model));
+                         Feed(event);
+                       });
+  return request;
+}
+
+RequestId Broker::Unload(const std::string& name, Done done) {
+  const RequestId request = Expect(std::move(done));
+  Feed(UnloadRequested{request, name});
+  return request;
+}
+
+RequestId Broker::Activate(ActivateRequested event, Done done) {
+  event.request = Expect(std::move(done));
+  Feed(event);
+  return event.request;
+}
+
+RequestId Broker::Deactivate(const std::string& name, absl::Duration drain, Done done) {
+  const RequestId request = Expect(std::move(done));
+  Feed(DeactivateRequested{request, name, drain});
+  return request;
+}
+
+RequestId Broker::Verify(const std::string& name, Done done) {
+  const RequestId request = Expect(std::move(done));
+  Feed(VerifyRequested{request, name});
+  return request;
+}
+
+RequestId Broker::ReleaseLease(SessionId session, LeaseId lease, Done done) {
+  const RequestId request = Expect(std::move(done));
+  Feed(ReleaseLeaseRequested{request, session, lease});
+  return request;
+}
+
+void Broker::Cancel(RequestId request) {
+  if (!done_.contains(request)) return;
+  Feed(RequestCancelled{request});
+  // A registration whose headers are still being read is not known to the core yet.
+  if (progress_.contains(request)) {
+    Answer({request, Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the caller has gone away"), {}});
+  }
+}
+
+void Broker::ShutDown() {
+  shutting_down_ = true;
+  std::vector<RequestId> waiting;
+  for (const auto& [request, done] : done_) waiting.push_back(request);
+  for (RequestId request : waiting) {
+    Answer({request, Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"), {}});
+  }
+}
+
+// ---- The core. ----
+
+void Broker::Feed(const Event& event) {
+  events_.push_back(event);
+  if (std::exchange(feeding_, true)) return;
+  while (!events_.empty()) {
+    const Event next = std::move(events_.front());
+    events_.pop_front();
+    for (const Effect& effect : arbiter_.Step(next, MonotonicNow())) {
+      std::visit([this](const auto& e) { Do(e); }, effect);
+    }
+  }
+  feeding_ = false;
+  Changed();
+}
+
+void Broker::Do(const BuildMirrors& effect) {
+  auto node = loading_.extract(effect.request);
+  LoadedModel* model = models_.emplace(effect.model, std::move(node.mapped())).first->second.get();
+  model->watching_progress = {effect.request};
+  loader_->BuildMirrors(
+      model->checkpoint, GpuOf(model->device).device(), model->cancelled,
+      [this, id = effect.model](uint64_t bytes) {
+        const auto found = models_.find(id);
+        if (found == models_.end()) return;
+        found->second->loaded_bytes = bytes;
+        for (RequestId request : found->second->watching_progress) {
+          const auto progress = progress_.find(request);
+          if (progress != progress_.end()) progress->second(bytes, found->second->checkpoint.layout.payload_bytes);
+        }
+        Changed();
+      },
+      [this, id = effect.model](absl::StatusOr<std::vector<Mirror>> mirrors) { OnMirrors(id, std::move(mirrors)); });
+}
+
+void Broker::OnMirrors(ModelId id, absl::StatusOr<std::vector<Mirror>> mirrors) {
+  LoadedModel& model = *models_.at(id);
+  if (!mirrors.ok()) {
+    models_.erase(id);
+    return Feed(MirrorsBuilt{id, mirrors.status(), 0});
+  }
+  model.mirrors = *std::move(mirrors);
+  model.loaded_bytes = model.checkpoint.layout.payload_bytes;
+  uint64_t pinned_bytes = 0;
+  for (const Mirror& mirror : model.mirrors) pinned_bytes += mirror.pinned_bytes();
+  Gpu& gpu = GpuOf(model.device);
+  // A model may be registered for a GPU that cannot map memory; only its activation is refused.
+  if (!gpu.usable().ok()) return Feed(MirrorsBuilt{id, absl::OkStatus(), pinned_bytes});
+  gpu.AddModel(id, model.checkpoint.layout, [this, id, pinned_bytes](absl::Status status) {
+    if (!status.ok()) models_.erase(id);
+    Feed(MirrorsBuilt{id, status, pinned_bytes});
+  });
+}
+
+void Broker::Do(const CancelMirrors& effect) {
+  if (const auto model = models_.find(effect.model); model != models_.end()) model->second->cancelled = true;
+}
+
+void Broker::Do(const JoinMirrors& effect) { models_.at(effect.model)->watching_progress.push_back(effect.request); }
+
+void Broker::Do(const DropModel& effect) {
+  GpuOf(models_.at(effect.model)->device).RemoveModel(effect.model, [this, id = effect.model](uint64_t device_bytes) {
+    uint64_t host_bytes = 0;
+    for (const Mirror& mirror : models_.at(id)->mirrors) host_bytes += mirror.bytes();
+    models_.erase(id);
+    Feed(ModelDropped{id, host_bytes, device_bytes});
+  });
+}
+
+void Broker::Do(const MeasureDevice& effect) {
+  GpuOf(effect.device).Measure([this, device = effect.device](const GpuMeasurement& measured) {
+    DeviceMeasured event{.device = device,
+                         .status = measured.status,
+                         .total_bytes = measured.memory.total_bytes,
+                         .free_bytes = measured.memory.free_bytes,
+                         .pool_idle_bytes = measured.pool_idle_bytes,
+                         .broker_bytes = measured.broker_bytes};
+    for (const auto& [id, lease] : arbiter_.records().leases) {
+      if (arbiter_.records().models.at(lease.model).device == device && IsInUse(id)) event.leases_in_use.push_back(id);
+    }
+    NoteLoss(measured.status);
+    Feed(event);
+  });
+}
+
+void Broker::Do(const RealizePlan& effect) {
+  GpuOf(models_.at(effect.model)->device)
+      .Realize(effect.model, effect.plan, SourcesOf(effect.model), [this](const PlanRealized& event) {
+        NoteLoss(event.status);
+        Feed(event);
+      });
+}
+
+void Broker::Do(const VerifyCells& effect) {
+  GpuOf(models_.at(effect.model)->device)
+      .Verify(effect.model, SourcesOf(effect.model), [this](const CellsVerified& event) {
+        NoteLoss(event.status);
+        Feed(event);
+      });
+}
+
+void Broker::Do(const TrimPool& effect) { GpuOf(effect.device).Trim(); }
+
+// ---- Leases. ----
+
+void Broker::Do(const GrantLease& effect) {
+  const LoadedModel& model = *models_.at(effect.model);
+  v1::LeaseGranted grant;
+  grant.set_lease_id(effect.lease.value);
+  grant.set_model(arbiter_.records().models.at(effect.model).name);
+  grant.set_device_uuid(GpuOf(model.device).device().info().uuid);
+  grant.set_layout_digest(model.checkpoint.layout.digest);
+  grant.set_span_bytes(model.checkpoint.layout.span_bytes);
+  if (auto status = sessions_.GrantLease(effect.session, grant); !status.ok()) Feed(LeaseFailed{effect.lease, status});
+}
+
+void Broker::Do(const SendCells& effect) {
+  const auto lease = arbiter_.records().leases.find(effect.lease);
+  if (lease == arbiter_.records().leases.end()) return;
+  const LoadedModel& model = *models_.at(lease->second.model);
+  GpuOf(model.device)
+      .Export(lease->second.model, model.checkpoint.layout,
+              [this, effect](absl::StatusOr<std::vector<CellToSend>> cells) {
+                if (!cells.ok()) return Feed(LeaseFailed{effect.lease, cells.status()});
+                sessions_.SendCells(effect.lease, effect.generation, *std::move(cells));
+              });
+}
+
+bool Broker::IsInUse(LeaseId lease) {
+  UseWord* word = sessions_.Word(lease);
+  return word != nullptr && word->Read().count > 0;
+}
+
+void Broker::Do(const CloseUseWords& effect) {
+  UseWordsClosed event{.model = effect.model};
+  std::vector<LeaseId> closed;
+  for (LeaseId lease : effect.leases) {
+    UseWord* word = sessions_.Word(lease);
+    if (word == nullptr) continue;
+    const CloseResult result = effect.only_if_idle ? word->CloseIfIdle() : word->Close();
+    // A word that is closed already is that of a client which is just leaving; it will say so.
+    if (result == CloseResult::kInUse) event.in_use.push_back(lease);
+    if (result == CloseResult::kClosed) closed.push_back(lease);
+  }
+  if (!event.in_use.empty()) {
+    for (LeaseId lease : closed) (void)sessions_.Word(lease)->Cancel();
+  }
+  Feed(event);
+}
+
+void Broker::Do(const ReopenUseWords& effect) {
+  UseWordsReopened event{.model = effect.model};
+  for (LeaseId lease : effect.leases) {
+    UseWord* word = sessions_.Word(lease);
+    if (word != nullptr && word->Cancel() == CancelResult::kTaken) event.taken.push_back(lease);
+  }
+  Feed(event);
+}
+
+void Broker::Do(const CloseAndRevoke& effect) {
+  // The order matters: a Revoke that is read before the word is closed would be taken for one that was cancelled.
+  if (UseWord* word = sessions_.Word(effect.lease)) (void)word->Close();
+  sessions_.Revoke(effect.lease, effect.generation);
+}
+
+void Broker::Do(const RevokeLease& effect) { sessions_.Revoke(effect.lease, effect.generation); }
+void Broker::Do(const EndLease& effect) { sessions_.EndLease(effect.lease, effect.reason); }
+
+void Broker::Do(const SetTimer& effect) {
+  if (auto node = timers_.extract(effect.timer); !node.empty()) loop_.CancelTimer(node.mapped());
+  if (effect.at == absl::InfiniteFuture()) return;
+  timers_[effect.timer] = loop_.At(effect.at, [this, timer = effect.timer] {
+    timers_.erase(timer);
+    Feed(TimerFired{timer});
+  });
+}
+
+std::vector<const Source*> Broker::SourcesOf(ModelId model) const {
+  std::vector<const Source*> sources;
+  for (const Mirror& mirror : models_.at(model)->mirrors) sources.push_back(&mirror);
+  return sources;
+}
+
+// ---- What is there. ----
+
+absl::StatusOr<Broker::ModelView> Broker::Find(const std::string& name) const {
+  for (const auto& [id, record] : arbiter_.records().models) {
+    if (record.name == name && models_.contains(id)) return ViewOf(id);
+  }
+  return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL", absl::StrCat("no model is registered as '", name, "'"));
+}
+
+Broker::ModelView Broker::ViewOf(ModelId id) const {
+  const LoadedModel& model = *models_.at(id);
+  return {model.checkpoint.layout, gpus_[model.device.value - 1]->device().info().uuid, model.checkpoint.layout.digest};
+}
+
+void Broker::GetStatus(const std::string& model, std::function<void(absl::StatusOr<v1::Status>)> done) {
+  struct Gathering {
+    std::vector<GpuMeasurement> measured;
+    size_t missing;
+    std::function<void(absl::StatusOr<v1::Status>)> done;
+  };
+  auto gathering = std::make_shared<Gathering>();
+  gathering->measured.resize(gpus_.size());
+  gathering->missing = gpus_.size();
+  gathering->done = std::move(done);
+  for (size_t i = 0; i < gpus_.size(); ++i) {
+    gpus_[i]->Measure([this, i, gathering, model](const GpuMeasurement& measurement) {
+      NoteLoss(measurement.status);
+      gathering->measured[i] = measurement;
+      if (--gathering->missing > 0) return;
+      if (!model.empty()) {
+        if (const auto found = Find(model); !found.ok()) return gathering->done(found.status());
+      }
+      gathering->done(BuildStatus(model, gathering->measured));
+    });
+  }
+}
+
+v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMeasurement>& measured) {
+  const absl::Time now = MonotonicNow();
+  v1::Status status;
+  v1::DaemonStatus& daemon = *status.mutable_daemon();
+  daemon.set_version(options_.version);
+  daemon.set_pid(getpid());
+  daemon.set_epoch(options_.identity.epoch);
+  daemon.set_driver(options_.identity.driver);
+  daemon.set_serving(!shutting_down_ && !lost_told_);
+  daemon.set_uptime_seconds(absl::ToDoubleSeconds(now - started_));
+  const auto oldest = arbiter_.oldest_transition();
+  daemon.set_oldest_transition_seconds(oldest.has_value() ? absl::ToDoubleSeconds(now - *oldest) : 0);
+  const Records& records = arbiter_.records();
+  if (options_.host_budget_bytes.has_value()) status.mutable_host()->set_budget_bytes(*options_.host_budget_bytes);
+  uint64_t pinned_bytes = 0;
+  for (const auto& [id, record] : records.models) pinned_bytes += record.pinned_bytes;
+  status.mutable_host()->set_pinned_bytes(pinned_bytes);
+  for (const auto& gpu : gpus_) {
+    *status.add_devices() =
+        DeviceStatusOf(gpu->device().info(), records.devices.at(gpu->id()), measured[gpu->id().value - 1], records);
+  }
+  const LeaseProbe probe{[this](LeaseId lease) { return IsInUse(lease); },
+                         [this](LeaseId lease) { return sessions_.mapped_bytes(lease); }};
+  for (const auto& [id, record] : records.models) {
+    if ((!model.empty() && record.name != model) || !models_.contains(id)) continue;
+    const LoadedModel& loaded = *models_.at(id);
+    const GpuMeasurement& measurement = measured[record.device.value - 1];
+    v1::ModelStatus& shown = *status.add_models();
+    shown = ModelStatusOf(record, loaded.checkpoint.layout, measurement, records, probe, now);
+    shown.set_device_uuid(records.devices.at(record.device).uuid);
+    shown.set_epoch(options_.identity.epoch);
+    if (record.state == ModelState::kRegistering && loaded.checkpoint.layout.payload_bytes > 0) {
+      shown.set_progress(static_cast<double>(loaded.loaded_bytes) /
+                         static_cast<double>(loaded.checkpoint.layout.payload_bytes));
+    }
+  }
+  std::sort(status.mutable_models()->begin(), status.mutable_models()->end(),
+            [](const v1::ModelStatus& a, const v1::ModelStatus& b) { return a.name() < b.name(); });
+  return status;
+}
+
+uint64_t Broker::Watch(std::function<void()> changed) {
+  const uint64_t watcher = next_watcher_++;
+  watchers_.emplace(watcher, std::move(changed));
+  return watcher;
+}
+
+void Broker::Unwatch(uint64_t watcher) { watchers_.erase(watcher); }
+
+void Broker::Changed() {
+  for (const auto& [watcher, changed] : watchers_) changed();
+}
+
+}  // namespace residency

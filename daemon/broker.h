@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Carries out what the decision core orders: it owns the GPUs, the loader, the mirrors and the sessions, feeds
+// the core with what happens, and answers requests. It decides nothing. Everything on the decision loop, but for
+// Start and the destructor.
+#ifndef RESIDENCY_DAEMON_BROKER_H_
+#define RESIDENCY_DAEMON_BROKER_H_
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "daemon/arbiter.h"
+#include "daemon/gpu.h"
+#include "daemon/loader.h"
+#include "daemon/loop.h"
+#include "daemon/sessions.h"
+#include "mechanisms/driver.h"
+#include "proto/residency.pb.h"
+
+namespace residency {
+
+struct BrokerOptions {
+  DaemonIdentity identity;
+  std::string version;
+  uint64_t cell_bytes = kDefaultCellBytes;
+  std::optional<uint64_t> device_budget_bytes;  // of each device; unset: all of it
+  uint64_t device_reserve_bytes = 0;            // of each device
+  std::optional<uint64_t> host_budget_bytes;
+  absl::Duration pool_idle = absl::Seconds(10);
+};
+
+struct RegisterOptions {
+  std::string name;
+  std::string source;
+  std::vector<ComponentSource> components;
+  std::string device_uuid;  // empty: the first
+  Budget budget;
+};
+
+class Broker {
+ public:
+  // Opens every GPU that `driver` shows. UNAVAILABLE/NO_DEVICE where there is none. `loop` and `driver` outlive it.
+  static absl::StatusOr<std::unique_ptr<Broker>> Start(Loop& loop, const Driver& driver, BrokerOptions options);
+  // Give up all device and host memory. After the decision loop was stopped.
+  ~Broker();
+
+  using Done = std::function<void(const Reply&)>;
+  using Progress = std::function<void(uint64_t bytes_done, uint64_t bytes_total)>;
+
+  // Each answers `done` exactly once. The id is for Cancel.
+  RequestId Register(RegisterOptions options, Progress progress, Done done);
+  RequestId Unload(const std::string& name, Done done);
+  RequestId Activate(ActivateRequested request, Done done);
+  RequestId Deactivate(const std::string& name, absl::Duration drain, Done done);
+  RequestId Verify(const std::string& name, Done done);
+  RequestId ReleaseLease(SessionId session, LeaseId lease, Done done);
+  void Cancel(RequestId request);
+
+  // Measures and builds the status of one model, or of all. NOT_FOUND/NO_SUCH_MODEL.
+  void GetStatus(const std::string& model, std::function<void(absl::StatusOr<v1::Status>)> done);
+  // Calls `changed` after every change of what status shows, until Unwatch.
+  uint64_t Watch(std::function<void()> changed);
+  void Unwatch(uint64_t watcher);
+
+  // The layout of a model that has been read, with its tensors. Valid until control returns to the loop.
+  struct ModelView {
+    const Layout& layout;
+    std::string device_uuid;
+    uint64_t layout_digest;
+  };
+  absl::StatusOr<ModelView> Find(const std::string& name) const;
+  // The same by the core's number; the model exists.
+  ModelView ViewOf(ModelId model) const;
+
+  Sessions& sessions() { return sessions_; }
+
+  // Refuses what waits and what comes with UNAVAILABLE/SHUTTING_DOWN.
+  void ShutDown();
+  // Called once if a GPU's context is lost: the process should end and say so.
+  void OnLost(std::function<void(absl::Status)> lost) { lost_ = std::move(lost); }
+
+ private:
+  struct LoadedModel {
+    Checkpoint checkpoint;
+    DeviceId device;
+    std::vector<Mirror> mirrors;
+    std::atomic<bool> cancelled{false};
+    std::vector<RequestId> watching_progress;
+    uint64_t loaded_bytes = 0;
+  };
+
+  Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus, std::unique_ptr<Loader> loader);
+
+  RequestId Expect(Done done);
+  void Answer(const Reply& reply);
+  void Feed(const Event& event);
+  void Changed();
+  void NoteLoss(const absl::Status& status);
+
+  void Do(const Reply& effect) { Answer(effect); }
+  void Do(const BuildMirrors& effect);
+  void Do(const CancelMirrors& effect);
+  void Do(const JoinMirrors& effect);
+  void Do(const DropModel& effect);
+  void Do(const MeasureDevice& effect);
+  void Do(const RealizePlan& effect);
+  void Do(const VerifyCells& effect);
+  void Do(const TrimPool& effect);
+  void Do(const GrantLease& effect);
+  void Do(const SendCells& effect);
+  void Do(const CloseUseWords& effect);
+  void Do(const ReopenUseWords& effect);
+  void Do(const CloseAndRevoke& effect);
+  void Do(const RevokeLease& effect);
+  void Do(const EndLease& effect);
+  void Do(const SetTimer& effect);
+
+  void OnMirrors(ModelId id, absl::StatusOr<std::vector<Mirror>> mirrors);
+  Gpu& GpuOf(DeviceId device) { return *gpus_[device.value - 1]; }
+  std::vector<const Source*> SourcesOf(ModelId model) const;
+  bool IsInUse(LeaseId lease);
+  v1::Status BuildStatus(const std::string& model, const std::vector<GpuMeasurement>& measured);
+
+  Loop& loop_;
+  const BrokerOptions options_;
+  const absl::Time started_;
+  std::vector<std::unique_ptr<Gpu>> gpus_;  // DeviceId n is at n - 1
+  Arbiter arbiter_;
+  Sessions sessions_;
+  std::map<ModelId, std::unique_ptr<LoadedModel>> models_;
+  std::map<RequestId, Done> done_;
+  std::map<RequestId, Progress> progress_;
+  std::map<RequestId, std::unique_ptr<LoadedModel>> loading_;  // headers read, the core not yet asked or not agreed
+  std::map<TimerId, uint64_t> timers_;
+  std::map<uint64_t, std::function<void()>> watchers_;
+  std::deque<Event> events_;  // that came up while one is being carried out
+  bool feeding_ = false;
+  bool shutting_down_ = false;
+  bool lost_told_ = false;
+  uint64_t next_request_ = 1;
+  uint64_t next_watcher_ = 1;
+  std::function<void(absl::Status)> lost_;
+  std::unique_ptr<Loader> loader_;  // last, so that it goes first: its workers read the models
+};
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_BROKER_H_

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One GPU of the daemon: its device loop, on which every call that changes something is made, and its gauge,
+// a second thread that only asks the driver, so that a status never waits behind a transition. Driver calls do
+// not get faster on more threads, and none of them waits for a kernel, so one thread per GPU is enough.
+//
+// Owned by the broker, on the decision loop; what is passed to Realize and the like runs on the device loop, its
+// answer on the decision loop.
+#ifndef RESIDENCY_DAEMON_GPU_H_
+#define RESIDENCY_DAEMON_GPU_H_
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/events.h"
+#include "daemon/ids.h"
+#include "daemon/loop.h"
+#include "daemon/sessions.h"
+#include "mechanisms/arena.h"
+#include "mechanisms/cell_pool.h"
+#include "mechanisms/device.h"
+#include "mechanisms/digester.h"
+#include "mechanisms/layout.h"
+#include "mechanisms/source.h"
+
+namespace residency {
+
+// What the driver said of a device, all of it asked within `duration`.
+struct GpuMeasurement {
+  absl::Status status;
+  MemoryInfo memory;
+  uint64_t pool_idle_bytes = 0;
+  uint64_t broker_bytes = 0;
+  std::map<ModelId, Footprint> models;
+  absl::Duration duration;
+};
+
+class Gpu {
+ public:
+  // Opens the GPU, probes what it can do and starts its threads. `decision` outlives it. A GPU that cannot map
+  // or share is opened all the same, see usable().
+  static absl::StatusOr<std::unique_ptr<Gpu>> Open(const Driver& driver, int ordinal, DeviceId id, Loop& decision);
+  ~Gpu() { Stop(); }
+
+  // Ends the threads when what they were told is done, and gives the device memory back. The caller must keep every
+  // layout and source until then. For the end, after the decision loop was stopped.
+  void Stop();
+
+  DeviceId id() const { return id_; }
+  const Device& device() const { return *device_; }
+  // FAILED_PRECONDITION/NO_VMM or NO_EXPORT, as Device::Probe says.
+  const absl::Status& usable() const { return usable_; }
+
+  // Reserves the addresses of a model. `layout` must outlive RemoveModel.
+  void AddModel(ModelId model, const Layout& layout, std::function<void(absl::Status)> done);
+  // Unmaps and forgets the model, then calls `done`; nothing touches its layout and sources from then on.
+  void RemoveModel(ModelId model, std::function<void(uint64_t device_bytes)> done);
+
+  void Realize(ModelId model, Plan plan, std::vector<const Source*> sources, std::function<void(PlanRealized)> done);
+  void Verify(ModelId model, std::vector<const Source*> sources, std::function<void(CellsVerified)> done);
+  // Descriptors for all resident cells.
+  void Export(ModelId model, const Layout& layout, std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done);
+  void Trim();
+
+  // Asks the driver, on the gauge.
+  void Measure(std::function<void(GpuMeasurement)> done);
+
+ private:
+  Gpu(DeviceId id, Loop& decision, std::unique_ptr<Device> device, absl::Status usable)
+      : id_(id), decision_(decision), device_(std::move(device)), usable_(std::move(usable)) {}
+  GpuMeasurement MeasureNow(const std::map<ModelId, const Arena*>& arenas) const;
+
+  const DeviceId id_;
+  Loop& decision_;
+  const std::unique_ptr<Device> device_;
+  const absl::Status usable_;
+  std::unique_ptr<CellPool> pool_;
+  std::unique_ptr<Digester> digester_;
+  std::map<ModelId, std::unique_ptr<Arena>> arenas_;  // the map is the decision loop's, the arenas the device loop's
+  std::unique_ptr<Loop> loop_;
+  std::unique_ptr<Loop> gauge_;
+};
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_GPU_H_

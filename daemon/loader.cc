@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/loader.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "mechanisms/refusal.h"
+#include "mechanisms/units.h"
+
+namespace residency {
+namespace {
+
+// Two models at once keep a disk busy; each one reads several blocks at a time anyhow.
+constexpr int kWorkers = 2;
+// A progress message for each of these is a few hundred for a large model.
+constexpr uint64_t kProgressStepBytes = 64 * kMiB;
+
+std::string IdentityOf(const Manifest& manifest, const Layout& layout) {
+  std::string identity = absl::StrCat(absl::Hex(layout.digest, absl::kZeroPad16));
+  for (const SourceFile& file : manifest.files) {
+    absl::StrAppend(&identity, "|", file.device, ":", file.inode, ":", file.bytes, ":", file.mtime_ns);
+  }
+  for (const ManifestComponent& component : manifest.components) {
+    for (const ManifestTensor& tensor : component.tensors) {
+      absl::StrAppend(&identity, "|", tensor.file, "+", tensor.file_offset);
+    }
+  }
+  return identity;
+}
+
+absl::StatusOr<Checkpoint> ReadCheckpoint(const std::string& source, const std::vector<ComponentSource>& components,
+                                          uint64_t cell_bytes, uint64_t granule_bytes) {
+  auto manifest = ReadManifest(source, components);
+  if (!manifest.ok()) return manifest.status();
+  auto layout = MakeLayout(ToLayoutComponents(*manifest), cell_bytes, granule_bytes);
+  if (!layout.ok()) return layout.status();
+  std::string identity = IdentityOf(*manifest, *layout);
+  return Checkpoint{*std::move(manifest), *std::move(layout), std::move(identity)};
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Loader>> Loader::Start(Loop& decision, uint64_t cell_bytes) {
+  std::unique_ptr<Loader> loader(new Loader(decision, cell_bytes));
+  for (int i = 0; i < kWorkers; ++i) {
+    auto worker = Loop::Start(absl::StrCat("disk-", i));
+    if (!worker.ok()) return worker.status();
+    loader->workers_.push_back(*std::move(worker));
+  }
+  auto headers = Loop::Start("headers");
+  if (!headers.ok()) return headers.status();
+  loader->headers_ = *std::move(headers);
+  return loader;
+}
+
+Loader::~Loader() { stopping_ = true; }
+
+Loop& Loader::NextWorker() { return *workers_[next_worker_++ % workers_.size()]; }
+
+void Loader::ReadHeaders(std::string source, std::vector<ComponentSource> components, uint64_t granule_bytes,
+                         std::function<void(absl::StatusOr<Checkpoint>)> done) {
+  headers_->Post([this, source = std::move(source), components = std::move(components), granule_bytes,
+                  done = std::move(done)]() mutable {
+    auto checkpoint = ReadCheckpoint(source, components, cell_bytes_, granule_bytes);
+    decision_.Post(
+        [checkpoint = std::move(checkpoint), done = std::move(done)]() mutable { done(std::move(checkpoint)); });
+  });
+}
+
+void Loader::BuildMirrors(const Checkpoint& checkpoint, const Device& device, const std::atomic<bool>& cancelled,
+                          std::function<void(uint64_t)> progress,
+                          std::function<void(absl::StatusOr<std::vector<Mirror>>)> done) {
+  NextWorker().Post(
+      [this, &checkpoint, &device, &cancelled, progress = std::move(progress), done = std::move(done)]() mutable {
+        absl::StatusOr<std::vector<Mirror>> mirrors = std::vector<Mirror>();
+        uint64_t before_bytes = 0;
+        uint64_t reported_bytes = 0;
+        for (uint32_t component = 0; component < checkpoint.layout.components.size() && mirrors.ok(); ++component) {
+          MirrorOptions options;
+          options.progress = [&](uint64_t done_bytes) {
+            const uint64_t bytes = before_bytes + done_bytes;
+            if (bytes >= reported_bytes + kProgressStepBytes) {
+              reported_bytes = bytes;
+              decision_.Post([progress, bytes] { progress(bytes); });
+            }
+            return !cancelled && !stopping_;
+          };
+          auto mirror = Mirror::Build(checkpoint.layout, component, checkpoint.manifest, options);
+          absl::Status status = mirror.status();
+          if (status.ok()) status = mirror->Pin(device);
+          if (!status.ok()) {
+            mirrors = status;
+            break;
+          }
+          mirrors->push_back(*std::move(mirror));
+          before_bytes += checkpoint.layout.components[component].payload_bytes;
+        }
+        if (mirrors.ok() && cancelled) {
+          mirrors = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the registration was given up");
+        }
+        decision_.Post([mirrors = std::move(mirrors), done = std::move(done)]() mutable { done(std::move(mirrors)); });
+      });
+}
+
+}  // namespace residency

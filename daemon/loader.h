@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reads checkpoints on worker threads: headers first, then, when the core has agreed, the bytes into mirrors.
+// Owned by the broker; called on the decision loop, which also gets the answers.
+#ifndef RESIDENCY_DAEMON_LOADER_H_
+#define RESIDENCY_DAEMON_LOADER_H_
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "daemon/loop.h"
+#include "mechanisms/device.h"
+#include "mechanisms/layout.h"
+#include "mechanisms/manifest.h"
+#include "mechanisms/mirror.h"
+
+namespace residency {
+
+// A checkpoint whose headers were read.
+struct Checkpoint {
+  Manifest manifest;
+  Layout layout;
+  // Equal for the same files in the same state and the same tensors of them, different otherwise.
+  std::string identity;
+};
+
+class Loader {
+ public:
+  // Starts the workers. `decision` outlives the loader.
+  static absl::StatusOr<std::unique_ptr<Loader>> Start(Loop& decision, uint64_t cell_bytes);
+  ~Loader();
+
+  // Errors as ReadManifest and MakeLayout.
+  void ReadHeaders(std::string source, std::vector<ComponentSource> components, uint64_t granule_bytes,
+                   std::function<void(absl::StatusOr<Checkpoint>)> done);
+
+  // Builds the mirrors of all components and page-locks them for `device`. `checkpoint` and `cancelled` (set it to
+  // stop: CANCELLED) must live until `done`. `progress` gets the payload bytes that are in memory. On failure nothing
+  // is left. Errors as Mirror::Build and Mirror::Pin.
+  void BuildMirrors(const Checkpoint& checkpoint, const Device& device, const std::atomic<bool>& cancelled,
+                    std::function<void(uint64_t bytes_done)> progress,
+                    std::function<void(absl::StatusOr<std::vector<Mirror>>)> done);
+
+ private:
+  explicit Loader(Loop& decision, uint64_t cell_bytes) : decision_(decision), cell_bytes_(cell_bytes) {}
+  Loop& NextWorker();
+
+  Loop& decision_;
+  const uint64_t cell_bytes_;
+  std::atomic<bool> stopping_{false};
+  std::vector<std::unique_ptr<Loop>> workers_;
+  size_t next_worker_ = 0;
+  std::unique_ptr<Loop> headers_;  // of its own, so that a refusal never waits behind a long read
+};
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_LOADER_H_

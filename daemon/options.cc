@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/options.h"
+
+#include <CLI/CLI.hpp>
+#include <cstdlib>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/runtime_dir.h"
+#include "mechanisms/open_driver.h"
+#include "mechanisms/units.h"
+#include "mechanisms/version.h"
+
+namespace residency {
+namespace {
+
+// A check that also parses: CLI11 prints what it returns, beside the flag's name.
+template <typename T, typename Parse>
+std::function<std::string(const std::string&)> Into(T& target, Parse parse) {
+  return [&target, parse](const std::string& text) -> std::string {
+    auto value = parse(text);
+    if (!value.ok()) return std::string(value.status().message());
+    target = *value;
+    return "";
+  };
+}
+
+absl::StatusOr<uint64_t> ParseCellBytes(const std::string& text) {
+  auto bytes = ParseBytes(text);
+  if (!bytes.ok()) return bytes;
+  if (*bytes < kMinCellBytes || *bytes > kMaxCellBytes || (*bytes & (*bytes - 1)) != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(*bytes, " bytes: a cell is a power of two from ", kMinCellBytes, " to ", kMaxCellBytes, " bytes"));
+  }
+  return bytes;
+}
+
+}  // namespace
+
+ParsedOptions ParseOptions(int argc, char** argv) {
+  DaemonOptions options;
+  options.runtime_dir = DefaultRuntimeDir();
+  options.broker.device_reserve_bytes = 512 * kMiB;
+  options.broker.version = kVersion;
+  CLI::App app("Owns the GPUs of this host so that many models and processes can share them.", "residencyd");
+  app.footer(
+      "Example, without a GPU:\n  residencyd --driver=sim --runtime_dir=/tmp/r --sim_device_bytes=4GiB\n\n"
+      "Sizes: 12GiB, 500MB or plain bytes. Durations: 500ms, 5s, 1m.");
+  app.set_version_flag("--version", absl::StrCat("residencyd ", kVersion));
+  app.add_option("--runtime_dir", options.runtime_dir, "Holds grpc.sock, pages.sock and lock")->capture_default_str();
+  std::string text;  // CLI11 wants somewhere to put the text that the checks parse
+  const auto bytes = [](const std::string& value) { return ParseBytes(value); };
+  const auto duration = [](const std::string& value) { return ParseDuration(value); };
+  app.add_option("--driver", text, "cuda, or sim: real pages, no GPU (never chosen by itself; default cuda)")
+      ->type_name("cuda|sim")
+      ->check(Into(options.driver, [](const std::string& value) { return ParseDriverKind(value); }));
+  app.add_option("--sim_devices", options.sim.devices, "Number of simulated GPUs")
+      ->check(CLI::Range(1, 64))
+      ->capture_default_str();
+  app.add_option("--sim_device_bytes", text, "Memory of each simulated GPU (default 16GiB)")
+      ->type_name("SIZE")
+      ->check(Into(options.sim.device_bytes, bytes));
+  app.add_option("--sim_link_bytes_per_second", text, "Speed of the simulated link (default 0: unthrottled)")
+      ->type_name("SIZE")
+      ->check(Into(options.sim.link_bytes_per_second, bytes));
+  app.add_option("--sim_context_bytes", text, "Charged for each process with a context (default 0)")
+      ->type_name("SIZE")
+      ->check(Into(options.sim.context_bytes, bytes));
+  app.add_option("--sim_faults", options.sim.faults, "Calls to fail or delay, e.g. cuMemCreate@3=OUT_OF_MEMORY")
+      ->type_name("SPEC");
+  app.add_option("--device_budget", text, "Most bytes the broker holds on each GPU (default: all)")
+      ->type_name("SIZE")
+      ->check(Into(options.broker.device_budget_bytes, bytes));
+  app.add_option("--device_reserve", text, "Bytes left free for others on each GPU (default 512MiB)")
+      ->type_name("SIZE")
+      ->check(Into(options.broker.device_reserve_bytes, bytes));
+  app.add_option("--host_budget", text, "Most page-locked host bytes (default: no limit)")
+      ->type_name("SIZE")
+      ->check(Into(options.broker.host_budget_bytes, bytes));
+  app.add_option("--pool_idle", text, "After which idle cells go back to the driver (default 10s)")
+      ->type_name("DURATION")
+      ->check(Into(options.broker.pool_idle, duration));
+  app.add_option("--cell_bytes", text, "Size of a cell, a power of two from 2MiB to 256MiB (default 64MiB)")
+      ->type_name("SIZE")
+      ->check(Into(options.broker.cell_bytes, ParseCellBytes));
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // CLI11's own statuses are over 100; ours for a usage error is 2.
+    return {std::nullopt, app.exit(error) == 0 ? 0 : 2};
+  }
+  const char* sim_directory = std::getenv("RESIDENCY_SIM_DIR");
+  options.sim.directory =
+      sim_directory != nullptr && *sim_directory != '\0' ? sim_directory : absl::StrCat(options.runtime_dir, "/sim");
+  return {std::move(options), 0};
+}
+
+}  // namespace residency

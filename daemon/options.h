@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// residencyd's command line.
+#ifndef RESIDENCY_DAEMON_OPTIONS_H_
+#define RESIDENCY_DAEMON_OPTIONS_H_
+
+#include <optional>
+#include <string>
+
+#include "daemon/broker.h"
+#include "mechanisms/driver.h"
+#include "mechanisms/sim_driver.h"
+
+namespace residency {
+
+struct DaemonOptions {
+  std::string runtime_dir;
+  DriverKind driver = DriverKind::kCuda;
+  SimOptions sim;
+  BrokerOptions broker;  // without its identity
+};
+
+// What the command line says, or the exit status with which to end (after --help, --version, or an error that was
+// printed).
+struct ParsedOptions {
+  std::optional<DaemonOptions> options;
+  int exit_status = 0;
+};
+ParsedOptions ParseOptions(int argc, char** argv);
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_OPTIONS_H_

@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/service.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/calls.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+constexpr size_t kMaxNameBytes = 128;
+// gRPC's default limit on a message is 4 MiB on the receiving side.
+constexpr size_t kTensorsMessageBytes = 1 << 20;
+
+absl::Status CheckName(const std::string& name) {
+  const bool good =
+      !name.empty() && name.size() <= kMaxNameBytes && std::all_of(name.begin(), name.end(), [](unsigned char c) {
+        return absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-' || c == '/' || c == ':';
+      });
+  if (good) return absl::OkStatus();
+  return Refuse(absl::StatusCode::kInvalidArgument, "BAD_NAME",
+                absl::StrCat("'", name, "' is no name for a model: 1 to ", kMaxNameBytes,
+                             " letters, digits, '.', '_', '-', '/' and ':'"));
+}
+
+absl::Status CheckPath(const std::string& path) {
+  if (!path.empty() && path.front() == '/') return absl::OkStatus();
+  return Refuse(absl::StatusCode::kInvalidArgument, "BAD_PATH",
+                absl::StrCat("'", path, "' is no absolute path; the daemon does not know the caller's folder"));
+}
+
+Budget BudgetOf(const v1::Budget& budget) {
+  Budget made;
+  if (budget.has_device_bytes()) made.device_bytes = budget.device_bytes();
+  if (budget.has_host_bytes()) made.host_bytes = budget.host_bytes();
+  return made;
+}
+
+absl::StatusOr<absl::Duration> DurationOf(const google::protobuf::Duration& duration, std::string_view field) {
+  const absl::Duration made = absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+  if (made >= absl::ZeroDuration()) return made;
+  return Refuse(absl::StatusCode::kInvalidArgument, "BAD_DURATION",
+                absl::StrCat(std::string(field), " is negative: ", absl::FormatDuration(made)));
+}
+
+absl::StatusOr<RegisterOptions> RegisterOptionsOf(const v1::RegisterModelRequest& request) {
+  if (auto status = CheckName(request.name()); !status.ok()) return status;
+  RegisterOptions options{.name = request.name(),
+                          .source = request.source(),
+                          .device_uuid = request.device_uuid(),
+                          .budget = BudgetOf(request.budget())};
+  if (!request.source().empty() || request.components().empty()) {
+    if (auto status = CheckPath(request.source()); !status.ok()) return status;
+  }
+  for (const v1::ComponentSource& component : request.components()) {
+    if (auto status = CheckPath(component.path()); !status.ok()) return status;
+    options.components.push_back({component.name(), component.path(), component.glob()});
+  }
+  return options;
+}
+
+}  // namespace
+
+absl::StatusOr<SessionId> Service::FindSession(const grpc::CallbackServerContext& context,
+                                               const std::string& wire_id) const {
+  const auto peer = connections_.Find(context.peer());
+  if (!peer.has_value()) {
+    return Refuse(absl::StatusCode::kPermissionDenied, "SESSION_OWNER", "the call came over no connection of ours");
+  }
+  return broker_.sessions().Find(wire_id, *peer);
+}
+
+grpc::ServerWriteReactor<v1::RegisterModelResponse>* Service::RegisterModel(grpc::CallbackServerContext* context,
+                                                                            const v1::RegisterModelRequest* request) {
+  using Call = StreamCall<v1::RegisterModelResponse>;
+  return Call::Start(loop_, [this, request](Call& call) {
+    auto options = RegisterOptionsOf(*request);
+    if (!options.ok()) return call.End(options.status());
+    const absl::Time began = MonotonicNow();
+    const RequestId id = broker_.Register(
+        *std::move(options),
+        [&call](uint64_t done_bytes, uint64_t total_bytes) {
+          // A slow reader gets fewer messages, not older ones.
+          if (call.backlog() > 1) return;
+          v1::RegisterModelResponse response;
+          response.set_bytes_done(done_bytes);
+          response.set_bytes_total(total_bytes);
+          call.Push(std::move(response));
+        },
+        [this, &call, began](const Reply& reply) {
+          if (!reply.status.ok()) return call.End(reply.status);
+          const auto& outcome = std::get<RegisterOutcome>(reply.outcome);
+          const Broker::ModelView model = broker_.ViewOf(outcome.model);
+          v1::RegisterModelResponse response;
+          response.set_done(true);
+          response.set_bytes_done(model.layout.payload_bytes);
+          response.set_bytes_total(model.layout.payload_bytes);
+          uint64_t tensors = 0;
+          for (const LayoutComponent& component : model.layout.components) tensors += component.tensors.size();
+          response.set_tensors(tensors);
+          response.set_payload_bytes(model.layout.payload_bytes);
+          response.set_tax_bytes(model.layout.tax_bytes());
+          response.set_pinned_bytes(outcome.pinned_bytes);
+          response.set_seconds(absl::ToDoubleSeconds(MonotonicNow() - began));
+          response.set_device_uuid(model.device_uuid);
+          call.Push(std::move(response));
+          call.End(absl::OkStatus());
+        });
+    call.OnGone([this, id] { broker_.Cancel(id); });
+  });
+}
+
+grpc::ServerUnaryReactor* Service::UnloadModel(grpc::CallbackServerContext* context,
+                                               const v1::UnloadModelRequest* request,
+                                               v1::UnloadModelResponse* response) {
+  return UnaryCall::Start(loop_, [this, request, response](UnaryCall& call) {
+    const RequestId id = broker_.Unload(request->model(), [&call, response](const Reply& reply) {
+      if (const auto* outcome = std::get_if<UnloadOutcome>(&reply.outcome)) {
+        response->set_host_bytes(outcome->host_bytes);
+        response->set_device_bytes(outcome->device_bytes);
+      }
+      call.End(reply.status);
+    });
+    call.OnGone([this, id] { broker_.Cancel(id); });
+  });
+}
+
+grpc::ServerUnaryReactor* Service::Activate(grpc::CallbackServerContext* context, const v1::ActivateRequest* request,
+                                            v1::ActivateResponse* response) {
+  return UnaryCall::Start(loop_, [this, context, request, response](UnaryCall& call) {
+    ActivateRequested event{
+        .name = request->model(), .budget = BudgetOf(request->budget()), .working_bytes = request->working_bytes()};
+    if (!request->session_id().empty()) {
+      const auto session = FindSession(*context, request->session_id());
+      if (!session.ok()) return call.End(session.status());
+      event.session = *session;
+    }
+    if (request->has_deadline()) {
+      const auto deadline = DurationOf(request->deadline(), "deadline");
+      if (!deadline.ok()) return call.End(deadline.status());
+      event.deadline = MonotonicNow() + *deadline;
+    }
+    const RequestId id = broker_.Activate(std::move(event), [this, &call, response](const Reply& reply) {
+      if (const auto* outcome = std::get_if<ActivateOutcome>(&reply.outcome)) {
+        const Broker::ModelView model = broker_.ViewOf(outcome->model);
+        response->set_lease_id(outcome->lease.value);
+        response->set_layout_digest(model.layout_digest);
+        response->set_generation(outcome->generation);
+        response->set_bytes_moved(outcome->bytes_moved);
+        response->set_seconds(absl::ToDoubleSeconds(outcome->duration));
+        response->set_verified_cells(outcome->verified_cells);
+        response->set_refilled_cells(outcome->refilled_cells);
+        response->set_device_bytes(outcome->device_bytes);
+        response->set_device_uuid(model.device_uuid);
+        for (const std::string& name : outcome->evicted) response->add_evicted(name);
+      }
+      call.End(reply.status);
+    });
+    call.OnGone([this, id] { broker_.Cancel(id); });
+  });
+}
+
+grpc::ServerUnaryReactor* Service::ReleaseLease(grpc::CallbackServerContext* context,
+                                                const v1::ReleaseLeaseRequest* request,
+                                                v1::ReleaseLeaseResponse* response) {
+  return UnaryCall::Start(loop_, [this, context, request](UnaryCall& call) {
+    const auto session = FindSession(*context, request->session_id());
+    if (!session.ok()) return call.End(session.status());
+    broker_.ReleaseLease(*session, LeaseId{request->lease_id()},
+                         [&call](const Reply& reply) { call.End(reply.status); });
+  });
+}
+
+grpc::ServerUnaryReactor* Service::Deactivate(grpc::CallbackServerContext* context,
+                                              const v1::DeactivateRequest* request, v1::DeactivateResponse* response) {
+  return UnaryCall::Start(loop_, [this, request, response](UnaryCall& call) {
+    const auto drain = DurationOf(request->drain(), "drain");
+    if (!drain.ok()) return call.End(drain.status());
+    const RequestId id = broker_.Deactivate(request->model(), *drain, [&call, response](const Reply& reply) {
+      if (const auto* outcome = std::get_if<DeactivateOutcome>(&reply.outcome)) {
+        response->set_pooled_bytes(outcome->pooled_bytes);
+        response->set_freed_bytes(outcome->freed_bytes);
+        response->set_copied_bytes(outcome->copied_bytes);
+        response->set_seconds(absl::ToDoubleSeconds(outcome->duration));
+      }
+      call.End(reply.status);
+    });
+    call.OnGone([this, id] { broker_.Cancel(id); });
+  });
+}
+
+grpc::ServerUnaryReactor* Service::Verify(grpc::CallbackServerContext* context, const v1::VerifyRequest* request,
+                                          v1::VerifyResponse* response) {
+  return UnaryCall::Start(loop_, [this, request, response](UnaryCall& call) {
+    const RequestId id = broker_.Verify(request->model(), [&call, response](const Reply& reply) {
+      if (const auto* outcome = std::get_if<VerifyOutcome>(&reply.outcome)) {
+        response->set_verified_cells(outcome->verified_cells);
+        response->set_refilled_cells(outcome->refilled_cells);
+        response->set_absent_cells(outcome->absent_cells);
+        response->set_seconds(absl::ToDoubleSeconds(outcome->duration));
+      }
+      call.End(reply.status);
+    });
+    call.OnGone([this, id] { broker_.Cancel(id); });
+  });
+}
+
+grpc::ServerWriteReactor<v1::ListTensorsResponse>* Service::ListTensors(grpc::CallbackServerContext* context,
+                                                                        const v1::ListTensorsRequest* request) {
+  using Call = StreamCall<v1::ListTensorsResponse>;
+  return Call::Start(loop_, [this, request](Call& call) {
+    const auto model = broker_.Find(request->model());
+    if (!model.ok()) return call.End(model.status());
+    v1::ListTensorsResponse response;
+    response.set_layout_digest(model->layout_digest);
+    response.set_cell_bytes(model->layout.cell_bytes);
+    response.set_granule_bytes(model->layout.granule_bytes);
+    response.set_span_bytes(model->layout.span_bytes);
+    response.set_device_uuid(model->device_uuid);
+    size_t message_bytes = 0;
+    for (uint32_t i = 0; i < model->layout.components.size(); ++i) {
+      response.add_components(model->layout.components[i].name);
+    }
+    for (uint32_t i = 0; i < model->layout.components.size(); ++i) {
+      for (const LayoutTensor& tensor : model->layout.components[i].tensors) {
+        v1::Tensor& added = *response.add_tensors();
+        added.set_name(tensor.name);
+        added.set_component(i);
+        added.set_dtype(std::string(DTypeName(tensor.dtype)));
+        for (uint64_t dimension : tensor.shape) added.add_shape(dimension);
+        added.set_bytes(tensor.bytes);
+        added.set_device_offset(tensor.device_offset);
+        message_bytes += added.ByteSizeLong() + 4;
+        if (message_bytes < kTensorsMessageBytes) continue;
+        call.Push(std::exchange(response, {}));
+        message_bytes = 0;
+      }
+    }
+    call.Push(std::move(response));
+    call.End(absl::OkStatus());
+  });
+}
+
+grpc::ServerUnaryReactor* Service::GetStatus(grpc::CallbackServerContext* context, const v1::GetStatusRequest* request,
+                                             v1::GetStatusResponse* response) {
+  return UnaryCall::Start(loop_, [this, request, response](UnaryCall& call) {
+    broker_.GetStatus(request->model(), [&call, response](absl::StatusOr<v1::Status> status) {
+      if (status.ok()) *response->mutable_status() = *std::move(status);
+      call.End(status.status());
+    });
+  });
+}
+
+namespace {
+
+// What one WatchStatus has under way. At most one measurement is, and at most one answer waits for the reader; what
+// changes meanwhile is told by the next one.
+struct WatchedStatus {
+  StreamCall<v1::WatchStatusResponse>* call;
+  std::string model;
+  std::function<void()> forget;  // drops what the service and the broker keep of it
+  bool measuring = false;
+  bool changed = false;
+  bool ended = false;
+};
+
+void SendStatus(Broker& broker, const std::shared_ptr<WatchedStatus>& watched) {
+  if (watched->ended) return;
+  if (watched->measuring || watched->call->backlog() > 0) {
+    watched->changed = true;
+    return;
+  }
+  watched->measuring = true;
+  watched->changed = false;
+  broker.GetStatus(watched->model, [&broker, watched](absl::StatusOr<v1::Status> status) {
+    watched->measuring = false;
+    if (watched->ended) return;
+    if (!status.ok()) {
+      watched->ended = true;
+      watched->call->End(status.status());
+      return std::exchange(watched->forget, nullptr)();
+    }
+    v1::WatchStatusResponse response;
+    *response.mutable_status() = *std::move(status);
+    watched->call->Push(std::move(response));
+    if (watched->changed) SendStatus(broker, watched);
+  });
+}
+
+}  // namespace
+
+grpc::ServerWriteReactor<v1::WatchStatusResponse>* Service::WatchStatus(grpc::CallbackServerContext* context,
+                                                                        const v1::WatchStatusRequest* request) {
+  using Call = StreamCall<v1::WatchStatusResponse>;
+  return Call::Start(loop_, [this, request](Call& call) {
+    if (shutting_down_) {
+      return call.End(Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"));
+    }
+    auto watched = std::make_shared<WatchedStatus>(WatchedStatus{&call, request->model(), nullptr});
+    const uint64_t watcher = broker_.Watch([this, watched] { SendStatus(broker_, watched); });
+    watching_.emplace(watcher, [watched] {
+      if (std::exchange(watched->ended, true)) return;
+      watched->call->End(Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"));
+    });
+    watched->forget = [this, watcher] {
+      broker_.Unwatch(watcher);
+      watching_.erase(watcher);
+    };
+    call.OnSent([this, watched] {
+      if (watched->changed) SendStatus(broker_, watched);
+    });
+    call.OnGone([watched] {
+      if (!std::exchange(watched->ended, true)) std::exchange(watched->forget, nullptr)();
+    });
+    SendStatus(broker_, watched);
+  });
+}
+
+void Service::ShutDown() {
+  shutting_down_ = true;
+  for (auto& [watcher, end] : watching_) {
+    broker_.Unwatch(watcher);
+    end();
+  }
+  watching_.clear();
+}
+
+}  // namespace residency

@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/sessions.h"
+
+#include <fcntl.h>
+#include <spdlog/spdlog.h>
+#include <sys/epoll.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+constexpr uint32_t kProtocolVersion = 1;
+constexpr absl::Duration kHelloDeadline = absl::Seconds(5);
+constexpr size_t kMaxClientNameBytes = 64;
+
+absl::Status ProtocolError(std::string_view message) {
+  return Refuse(absl::StatusCode::kInvalidArgument, "PROTOCOL", message);
+}
+
+std::string RandomSessionId() {
+  std::string id(16, '\0');
+  // 16 bytes come whole and without waiting once the kernel's pool is up, which it is when a daemon starts.
+  while (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
+  }
+  return id;
+}
+
+}  // namespace
+
+Sessions::Sessions(Loop& loop, DaemonIdentity identity, std::function<void(const Event&)> tell)
+    : loop_(loop), identity_(std::move(identity)), tell_(std::move(tell)) {}
+
+Sessions::~Sessions() {
+  for (auto& [id, session] : sessions_) {
+    loop_.CancelTimer(session.hello_timer);
+    if (!session.hung_up) loop_.Unwatch(session.channel.fd());
+    if (session.pidfd.valid()) loop_.Unwatch(session.pidfd.get());
+  }
+}
+
+void Sessions::Add(UniqueFd connection, const PeerIdentity& peer) {
+  const SessionId id{next_session_++};
+  Session& session =
+      sessions_
+          .emplace(
+              id,
+              Session{.id = id, .peer = peer, .channel = PageChannel(std::move(connection)), .credit = CreditWindow()})
+          .first->second;
+  session.hello_timer = loop_.At(MonotonicNow() + kHelloDeadline, [this, id] {
+    HangUp(id, Refuse(absl::StatusCode::kDeadlineExceeded, "BAD_HELLO", "no Hello came in time"));
+  });
+  WatchChannel(session);
+}
+
+absl::StatusOr<SessionId> Sessions::Find(const std::string& wire_id, const PeerIdentity& peer) const {
+  const auto found = by_wire_id_.find(wire_id);
+  if (found == by_wire_id_.end()) {
+    return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_SESSION",
+                  "the session is not known here; open the page channel first");
+  }
+  const PeerIdentity& owner = sessions_.at(found->second).peer;
+  if (owner.pid != peer.pid || owner.uid != peer.uid) {
+    return Refuse(absl::StatusCode::kPermissionDenied, "SESSION_OWNER",
+                  absl::StrCat("the session belongs to pid ", owner.pid, " of uid ", owner.uid,
+                               ", the call came from pid ", peer.pid, " of uid ", peer.uid));
+  }
+  return found->second;
+}
+
+// ---- Receiving. ----
+
+void Sessions::WatchChannel(Session& session) {
+  const uint32_t events = EPOLLIN | (session.channel.wants_write() ? EPOLLOUT : 0u);
+  const auto status =
+      loop_.Watch(session.channel.fd(), events, [this, id = session.id](uint32_t ready) { OnReadable(id, ready); });
+  if (!status.ok()) spdlog::error("session {}: {}", session.id.value, status.ToString());
+}
+
+void Sessions::OnReadable(SessionId id, uint32_t events) {
+  if ((events & EPOLLOUT) != 0) {
+    Session& session = sessions_.at(id);
+    if (auto status = session.channel.Flush(); !status.ok()) return HangUp(id, status);
+    if (!session.channel.wants_write()) WatchChannel(session);
+  }
+  while (true) {
+    const auto found = sessions_.find(id);
+    if (found == sessions_.end() || found->second.hung_up) return;
+    auto packet = found->second.channel.Receive();
+    if (!packet.ok()) return HangUp(id, packet.status());
+    if (!packet->has_value()) return;
+    if (auto status = Handle(found->second, std::move(**packet)); !status.ok()) return HangUp(id, status);
+  }
+}
+
+absl::Status Sessions::Handle(Session& session, Packet packet) {
+  v1::ClientPacket message;
+  if (!message.ParseFromString(packet.payload)) return ProtocolError("a packet is no ClientPacket");
+  if (session.wire_id.empty() != message.has_hello()) return ProtocolError("Hello comes first, and once");
+  switch (message.packet_case()) {
+    case v1::ClientPacket::kHello:
+      return OnHello(session, message.hello(), std::move(packet.descriptors));
+    case v1::ClientPacket::kCellsMapped:
+      return OnCellsMapped(session, message.cells_mapped());
+    case v1::ClientPacket::kReleased:
+      return OnReleased(session, message.released());
+    case v1::ClientPacket::kLeaseFailed:
+      return OnLeaseFailed(session, message.lease_failed());
+    case v1::ClientPacket::PACKET_NOT_SET:
+      break;
+  }
+  return ProtocolError("a packet of a kind that this version does not know");
+}
+
+absl::Status Sessions::OnHello(Session& session, const v1::Hello& hello, std::vector<UniqueFd> descriptors) {
+  if (hello.protocol_version() != kProtocolVersion) {
+    return Refuse(absl::StatusCode::kFailedPrecondition, "PROTOCOL_VERSION",
+                  absl::StrCat("the client speaks version ", hello.protocol_version(),
+                               " of the page channel, this daemon ", kProtocolVersion));
+  }
+  const std::string& name = hello.client_name();
+  if (name.size() > kMaxClientNameBytes ||
+      !std::all_of(name.begin(), name.end(), [](unsigned char c) { return absl::ascii_isprint(c); })) {
+    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HELLO", "the client's name is too long or not printable");
+  }
+  if (descriptors.size() != 1) {
+    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HELLO", "Hello comes with one descriptor, a pidfd");
+  }
+  const auto pid = PidOfPidfd(descriptors[0].get());
+  if (!pid.ok() || *pid != session.peer.pid) {
+    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HELLO",
+                  absl::StrCat("the descriptor is no pidfd of the client's own pid ", session.peer.pid));
+  }
+  session.pidfd = std::move(descriptors[0]);
+  if (auto status = loop_.Watch(session.pidfd.get(), EPOLLIN, [this, id = session.id](uint32_t) { End(id); });
+      !status.ok()) {
+    return status;
+  }
+  loop_.CancelTimer(session.hello_timer);
+  session.wire_id = RandomSessionId();
+  by_wire_id_.emplace(session.wire_id, session.id);
+  v1::DaemonPacket packet;
+  v1::Welcome& welcome = *packet.mutable_welcome();
+  welcome.set_session_id(session.wire_id);
+  welcome.set_epoch(identity_.epoch);
+  welcome.set_driver(identity_.driver);
+  welcome.set_sim_directory(identity_.sim_directory);
+  tell_(SessionOpened{session.id, session.peer.pid, session.peer.uid, name});
+  return Send(session, packet);
+}
+
+absl::StatusOr<Sessions::Lease*> Sessions::LeaseOf(Session& session, LeaseId id) {
+  const auto lease = leases_.find(id);
+  // Ended meanwhile: the client's packet crossed our LeaseEnded.
+  if (lease == leases_.end()) return nullptr;
+  if (lease->second.session != session.id) {
+    return ProtocolError(absl::StrCat("lease ", id.value, " belongs to another session"));
+  }
+  return &lease->second;
+}
+
+absl::Status Sessions::OnCellsMapped(Session& session, const v1::CellsMapped& mapped) {
+  if (auto status = session.credit.OnAcknowledged(); !status.ok()) return status;
+  PacketInFlight packet = std::move(session.in_flight.front());
+  session.in_flight.pop_front();
+  const LeaseId id{mapped.lease_id()};
+  if (id != packet.lease || mapped.generation() != packet.generation ||
+      !std::equal(mapped.cells().begin(), mapped.cells().end(), packet.cells.begin(), packet.cells.end())) {
+    return ProtocolError("CellsMapped does not answer the oldest Cells");
+  }
+  auto lease = LeaseOf(session, id);
+  if (!lease.ok()) return lease.status();
+  if (*lease != nullptr) {
+    (*lease)->mapped_bytes += packet.bytes;
+    if (packet.last) tell_(LeaseMapped{id, packet.generation});
+  }
+  Pump(session);
+  return absl::OkStatus();
+}
+
+absl::Status Sessions::OnReleased(Session& session, const v1::Released& released) {
+  const LeaseId id{released.lease_id()};
+  auto lease = LeaseOf(session, id);
+  if (!lease.ok()) return lease.status();
+  if (*lease == nullptr) return absl::OkStatus();
+  for (uint32_t cell : released.cells()) {
+    if ((*lease)->held.erase(cell) == 0) {
+      return ProtocolError(absl::StrCat("cell ", cell, " of lease ", id.value, " was released, but not held"));
+    }
+    (*lease)->mapped_bytes -= std::exchange((*lease)->bytes_of[cell], 0);
+  }
+  if ((*lease)->held.empty()) tell_(LeaseReleased{id, released.generation()});
+  return absl::OkStatus();
+}
+
+absl::Status Sessions::OnLeaseFailed(Session& session, const v1::LeaseFailed& failed) {
+  const LeaseId id{failed.lease_id()};
+  auto lease = LeaseOf(session, id);
+  if (!lease.ok()) return lease.status();
+  if (*lease == nullptr) return absl::OkStatus();
+  (*lease)->held.clear();
+  tell_(LeaseFailed{id, Refuse(absl::StatusCode::kAborted, failed.reason().empty() ? "LEASE_FAILED" : failed.reason(),
+                               absl::StrCat("pid ", session.peer.pid, " could not map: ", failed.message()))});
+  return absl::OkStatus();
+}
+
+// ---- Sending. ----
+
+absl::Status Sessions::Send(Session& session, const v1::DaemonPacket& packet, std::span<const int> descriptors) {
+  const bool wrote_before = session.channel.wants_write();
+  if (auto status = session.channel.Send(packet.SerializeAsString(), descriptors); !status.ok()) return status;
+  if (session.channel.wants_write() != wrote_before) WatchChannel(session);
+  return absl::OkStatus();
+}
+
+absl::Status Sessions::GrantLease(SessionId id, const v1::LeaseGranted& grant) {
+  const auto session = sessions_.find(id);
+  if (session == sessions_.end() || session->second.hung_up) return absl::OkStatus();
+  auto page = MakeUseWordPage();
+  if (!page.ok()) return page.status();
+  auto mapping = UseWordMapping::Map(page->get());
+  if (!mapping.ok()) return mapping.status();
+  const UseWord word = mapping->word();
+  const LeaseId lease{grant.lease_id()};
+  const int descriptor = page->get();
+  leases_.emplace(lease, Lease{.session = id, .page = *std::move(page), .mapping = *std::move(mapping), .word = word});
+  session->second.leases.insert(lease);
+  v1::DaemonPacket packet;
+  *packet.mutable_lease_granted() = grant;
+  if (auto status = Send(session->second, packet, {&descriptor, 1}); !status.ok()) {
+    loop_.Post([this, id, status] { HangUp(id, status); });
+  }
+  return absl::OkStatus();
+}
+
+void Sessions::SendCells(LeaseId id, uint64_t generation, std::vector<CellToSend> cells) {
+  const auto lease = leases_.find(id);
+  if (lease == leases_.end()) return;
+  Session& session = sessions_.at(lease->second.session);
+  if (session.hung_up) return;
+  size_t next = 0;
+  // A model without any cell is one empty packet, so that its word opens too.
+  do {
+    QueuedCells queued;
+    queued.what.lease = id;
+    queued.what.generation = generation;
+    v1::Cells& message = *queued.packet.mutable_cells();
+    message.set_lease_id(id.value);
+    message.set_generation(generation);
+    for (; next < cells.size() && queued.descriptors.size() < kMaxPacketDescriptors; ++next) {
+      v1::Cell& cell = *message.add_cells();
+      cell.set_index(cells[next].index);
+      cell.set_device_offset(cells[next].device_offset);
+      cell.set_bytes(cells[next].bytes);
+      queued.descriptors.push_back(std::move(cells[next].descriptor));
+      queued.what.cells.push_back(cells[next].index);
+      queued.what.bytes += cells[next].bytes;
+      lease->second.bytes_of[cells[next].index] = cells[next].bytes;
+    }
+    queued.what.last = next == cells.size();
+    message.set_last(queued.what.last);
+    session.queued.push_back(std::move(queued));
+  } while (next < cells.size());
+  Pump(session);
+}
+
+void Sessions::Pump(Session& session) {
+  while (!session.queued.empty() && session.credit.CanSend()) {
+    QueuedCells queued = std::move(session.queued.front());
+    session.queued.pop_front();
+    const auto lease = leases_.find(queued.what.lease);
+    if (lease == leases_.end()) continue;
+    std::vector<int> descriptors;
+    for (const UniqueFd& descriptor : queued.descriptors) descriptors.push_back(descriptor.get());
+    lease->second.held.insert(queued.what.cells.begin(), queued.what.cells.end());
+    absl::Status status = session.credit.OnSent();
+    if (status.ok()) status = Send(session, queued.packet, descriptors);
+    session.in_flight.push_back(std::move(queued.what));
+    if (!status.ok()) {
+      loop_.Post([this, id = session.id, status] { HangUp(id, status); });
+      return;
+    }
+  }
+}
+
+void Sessions::Revoke(LeaseId id, uint64_t generation) {
+  const auto lease = leases_.find(id);
+  if (lease == leases_.end()) return;
+  Session& session = sessions_.at(lease->second.session);
+  if (session.hung_up) return;
+  v1::DaemonPacket packet;
+  packet.mutable_revoke()->set_lease_id(id.value);
+  packet.mutable_revoke()->set_generation(generation);
+  if (auto status = Send(session, packet); !status.ok()) {
+    loop_.Post([this, session_id = session.id, status] { HangUp(session_id, status); });
+  }
+}
+
+void Sessions::EndLease(LeaseId id, const std::string& reason) {
+  const auto lease = leases_.find(id);
+  if (lease == leases_.end()) return;
+  const auto session = sessions_.find(lease->second.session);
+  leases_.erase(lease);
+  if (session == sessions_.end()) return;
+  session->second.leases.erase(id);
+  std::erase_if(session->second.queued, [&](const QueuedCells& queued) { return queued.what.lease == id; });
+  if (session->second.hung_up) return;
+  v1::DaemonPacket packet;
+  packet.mutable_lease_ended()->set_lease_id(id.value);
+  packet.mutable_lease_ended()->set_reason(reason);
+  if (auto status = Send(session->second, packet); !status.ok()) {
+    loop_.Post([this, session_id = session->first, status] { HangUp(session_id, status); });
+  }
+}
+
+UseWord* Sessions::Word(LeaseId lease) {
+  const auto found = leases_.find(lease);
+  return found == leases_.end() ? nullptr : &found->second.word;
+}
+
+uint64_t Sessions::mapped_bytes(LeaseId lease) const {
+  const auto found = leases_.find(lease);
+  return found == leases_.end() ? 0 : found->second.mapped_bytes;
+}
+
+// ---- The end. ----
+
+void Sessions::HangUp(SessionId id, const absl::Status& why) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end() || found->second.hung_up) return;
+  Session& session = found->second;
+  if (ReasonOf(why) != "HANG_UP") {
+    spdlog::warn("session {} of pid {} ends: {}", id.value, session.peer.pid, why.ToString());
+    v1::DaemonPacket packet;
+    packet.mutable_refused()->set_code(absl::StatusCodeToString(why.code()));
+    packet.mutable_refused()->set_reason(ReasonOf(why));
+    packet.mutable_refused()->set_message(std::string(why.message()));
+    // Told if it can be told; the session ends in any case.
+    (void)session.channel.Send(packet.SerializeAsString());
+  }
+  loop_.CancelTimer(session.hello_timer);
+  loop_.Unwatch(session.channel.fd());
+  session.channel.TakeSocket().reset();
+  session.hung_up = true;
+  session.queued.clear();
+  const bool may_hold_cells = std::any_of(session.leases.begin(), session.leases.end(),
+                                          [this](LeaseId lease) { return !leases_.at(lease).held.empty(); });
+  if (!may_hold_cells) return End(id);
+  // Its process lives, perhaps, with cells mapped; they are its until the pidfd says that it is gone.
+  tell_(SessionHungUp{id});
+}
+
+void Sessions::End(SessionId id) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return;
+  Session& session = found->second;
+  loop_.CancelTimer(session.hello_timer);
+  if (!session.hung_up) loop_.Unwatch(session.channel.fd());
+  if (session.pidfd.valid()) loop_.Unwatch(session.pidfd.get());
+  const bool was_open = !session.wire_id.empty();
+  by_wire_id_.erase(session.wire_id);
+  for (LeaseId lease : session.leases) leases_.erase(lease);
+  sessions_.erase(found);
+  if (was_open) tell_(SessionEnded{id});
+}
+
+}  // namespace residency

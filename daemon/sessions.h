@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The daemon's side of the page channel (channel.proto): who is connected, which lease's cells are on their
+// way, and what clients said of them. It tells the core in events and decides nothing. A client that breaks the
+// protocol loses its session; nobody else notices. Everything on the decision loop.
+#ifndef RESIDENCY_DAEMON_SESSIONS_H_
+#define RESIDENCY_DAEMON_SESSIONS_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/events.h"
+#include "daemon/ids.h"
+#include "daemon/loop.h"
+#include "mechanisms/page_channel.h"
+#include "mechanisms/unique_fd.h"
+#include "mechanisms/use_word.h"
+#include "proto/channel.pb.h"
+
+namespace residency {
+
+// What every client is told in its Welcome.
+struct DaemonIdentity {
+  std::string epoch;
+  std::string driver;
+  std::string sim_directory;
+};
+
+// A cell on its way to a client. The descriptor is a duplicate, so what the arena does meanwhile is its own
+// affair.
+struct CellToSend {
+  uint32_t index = 0;
+  uint64_t device_offset = 0;
+  uint64_t bytes = 0;
+  UniqueFd descriptor;
+};
+
+class Sessions {
+ public:
+  Sessions(Loop& loop, DaemonIdentity identity, std::function<void(const Event&)> tell);
+  ~Sessions();
+
+  // A new connection: it has kHelloDeadline to introduce itself.
+  void Add(UniqueFd connection, const PeerIdentity& peer);
+
+  // The session that the wire's 128 bits name; PERMISSION_DENIED/SESSION_OWNER where it is not one of
+  // `peer`'s process and user, NOT_FOUND/NO_SUCH_SESSION.
+  absl::StatusOr<SessionId> Find(const std::string& wire_id, const PeerIdentity& peer) const;
+
+  // Effects of the core. A lease or session that is gone makes them do nothing.
+  absl::Status GrantLease(SessionId session, const v1::LeaseGranted& grant);
+  void SendCells(LeaseId lease, uint64_t generation, std::vector<CellToSend> cells);
+  void Revoke(LeaseId lease, uint64_t generation);
+  void EndLease(LeaseId lease, const std::string& reason);
+
+  // The use word of a lease, or nullptr.
+  UseWord* Word(LeaseId lease);
+  // What the client acknowledged to have mapped.
+  uint64_t mapped_bytes(LeaseId lease) const;
+
+ private:
+  struct PacketInFlight {
+    LeaseId lease;
+    uint64_t generation = 0;
+    std::vector<uint32_t> cells;
+    uint64_t bytes = 0;
+    bool last = false;
+  };
+  struct QueuedCells {
+    PacketInFlight what;
+    v1::DaemonPacket packet;
+    std::vector<UniqueFd> descriptors;
+  };
+  struct Session {
+    SessionId id;
+    PeerIdentity peer;
+    std::string wire_id;  // empty until Hello
+    PageChannel channel;
+    UniqueFd pidfd;
+    CreditWindow credit;
+    std::deque<QueuedCells> queued;
+    std::deque<PacketInFlight> in_flight;
+    std::set<LeaseId> leases;
+    uint64_t hello_timer = 0;
+    bool hung_up = false;
+  };
+  struct Lease {
+    SessionId session;
+    UniqueFd page;
+    UseWordMapping mapping;
+    UseWord word;
+    std::set<uint32_t> held;  // cells that the client may have mapped: sent, and not released
+    uint64_t mapped_bytes = 0;
+    std::map<uint32_t, uint64_t> bytes_of;  // of the cells acknowledged
+  };
+
+  void OnReadable(SessionId id, uint32_t events);
+  absl::Status Handle(Session& session, Packet packet);
+  absl::Status OnHello(Session& session, const v1::Hello& hello, std::vector<UniqueFd> descriptors);
+  absl::Status OnCellsMapped(Session& session, const v1::CellsMapped& mapped);
+  absl::Status OnReleased(Session& session, const v1::Released& released);
+  absl::Status OnLeaseFailed(Session& session, const v1::LeaseFailed& failed);
+  absl::StatusOr<Lease*> LeaseOf(Session& session, LeaseId lease);
+  void Pump(Session& session);
+  absl::Status Send(Session& session, const v1::DaemonPacket& packet, std::span<const int> descriptors = {});
+  void WatchChannel(Session& session);
+  void HangUp(SessionId id, const absl::Status& why);
+  void End(SessionId id);
+
+  Loop& loop_;
+  const DaemonIdentity identity_;
+  const std::function<void(const Event&)> tell_;
+  std::map<SessionId, Session> sessions_;
+  std::map<std::string, SessionId> by_wire_id_;
+  std::map<LeaseId, Lease> leases_;
+  uint64_t next_session_ = 1;
+};
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_SESSIONS_H_

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Puts what the core promised and what the driver measured side by side, as messages of the service. Pure.
+#ifndef RESIDENCY_DAEMON_STATUS_H_
+#define RESIDENCY_DAEMON_STATUS_H_
+
+#include <functional>
+
+#include "absl/time/time.h"
+#include "daemon/gpu.h"
+#include "daemon/records.h"
+#include "mechanisms/device.h"
+#include "mechanisms/layout.h"
+#include "proto/residency.pb.h"
+
+namespace residency {
+
+// How to ask about a lease what the core does not know.
+struct LeaseProbe {
+  std::function<bool(LeaseId)> in_use;            // its use word
+  std::function<uint64_t(LeaseId)> mapped_bytes;  // what its client acknowledged
+};
+
+v1::DeviceStatus DeviceStatusOf(const DeviceInfo& info, const DeviceRecord& record, const GpuMeasurement& measured,
+                                const Records& records);
+
+// `layout` has its tensors. Where the model is unknown to the measurement (not read yet, or no memory to
+// measure), nothing of it is on the GPU.
+v1::ModelStatus ModelStatusOf(const ModelRecord& record, const Layout& layout, const GpuMeasurement& measured,
+                              const Records& records, const LeaseProbe& probe, absl::Time now);
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_STATUS_H_

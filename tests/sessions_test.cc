@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The daemon's side of the page channel against clients that keep to the protocol, and clients that do not.
+#include "daemon/sessions.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <future>
+#include <stdexcept>
+
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+class Rig {
+ public:
+  Rig() : loop_(*Loop::Start("test")) {
+    OnLoop([this] {
+      sessions_ = std::make_unique<Sessions>(*loop_, DaemonIdentity{"epoch", "sim", "/sim"},
+                                             [this](const Event& event) { events_.push_back(event); });
+    });
+  }
+  ~Rig() {
+    loop_->Stop();
+    sessions_.reset();
+  }
+
+  void OnLoop(std::function<void()> task) {
+    std::promise<void> done;
+    loop_->Post([&] {
+      task();
+      done.set_value();
+    });
+    done.get_future().wait();
+  }
+  Sessions& sessions() { return *sessions_; }
+
+  // A client's end of a new connection.
+  PageChannel Connect() {
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) throw std::runtime_error("socketpair");
+    OnLoop([&] { sessions_->Add(UniqueFd(ends[0]), {getpid(), getuid(), getgid()}); });
+    return PageChannel(UniqueFd(ends[1]));
+  }
+
+  // The events so far, once there are at least `count`.
+  std::vector<Event> Events(size_t count) {
+    for (int i = 0; i < 1000; ++i) {
+      std::vector<Event> copy;
+      OnLoop([&] { copy = events_; });
+      if (copy.size() >= count) return copy;
+      poll(nullptr, 0, 5);
+    }
+    throw std::runtime_error("the events did not come");
+  }
+
+ private:
+  std::unique_ptr<Loop> loop_;
+  std::unique_ptr<Sessions> sessions_;
+  std::vector<Event> events_;
+};
+
+void Send(PageChannel& channel, const v1::ClientPacket& packet, std::vector<int> descriptors = {}) {
+  REQUIRE(channel.Send(packet.SerializeAsString(), descriptors).ok());
+}
+
+struct Received {
+  v1::DaemonPacket message;
+  std::vector<UniqueFd> descriptors;
+};
+
+// The next packet; throws at a hang-up or after 5 s.
+Received Receive(PageChannel& channel) {
+  pollfd ready{.fd = channel.fd(), .events = POLLIN};
+  if (poll(&ready, 1, 5000) != 1) throw std::runtime_error("no packet came");
+  auto packet = channel.Receive();
+  if (!packet.ok()) throw std::runtime_error(packet.status().ToString());
+  Received received;
+  if (!received.message.ParseFromString((*packet)->payload)) throw std::runtime_error("no DaemonPacket");
+  received.descriptors = std::move((*packet)->descriptors);
+  return received;
+}
+
+bool NothingComes(PageChannel& channel) {
+  pollfd ready{.fd = channel.fd(), .events = POLLIN};
+  return poll(&ready, 1, 50) == 0;
+}
+
+v1::ClientPacket Hello() {
+  v1::ClientPacket packet;
+  packet.mutable_hello()->set_protocol_version(1);
+  packet.mutable_hello()->set_client_name("tester");
+  return packet;
+}
+
+// Introduces itself; the session's name on the wire.
+std::string Greet(PageChannel& channel) {
+  const UniqueFd pidfd = *OpenPidfd(getpid());
+  Send(channel, Hello(), {pidfd.get()});
+  const Received welcome = Receive(channel);
+  REQUIRE(welcome.message.has_welcome());
+  CHECK(welcome.message.welcome().session_id().size() == 16);
+  CHECK(welcome.message.welcome().driver() == "sim");
+  return welcome.message.welcome().session_id();
+}
+
+std::vector<CellToSend> MakeCells(uint32_t count) {
+  std::vector<CellToSend> cells;
+  for (uint32_t i = 0; i < count; ++i) {
+    cells.push_back({i, i * uint64_t{4096}, 4096, UniqueFd(memfd_create("cell", MFD_CLOEXEC))});
+  }
+  return cells;
+}
+
+// Acknowledges a Cells packet.
+void Acknowledge(PageChannel& channel, const v1::Cells& cells) {
+  v1::ClientPacket packet;
+  v1::CellsMapped& mapped = *packet.mutable_cells_mapped();
+  mapped.set_lease_id(cells.lease_id());
+  mapped.set_generation(cells.generation());
+  for (const v1::Cell& cell : cells.cells()) mapped.add_cells(cell.index());
+  Send(channel, packet);
+}
+
+// Grants lease 1 of the one session, and takes the client's packet for it.
+void Grant(Rig& rig, PageChannel& channel, const std::string& wire_id) {
+  rig.OnLoop([&] {
+    v1::LeaseGranted grant;
+    grant.set_lease_id(1);
+    grant.set_model("m");
+    const SessionId session = *rig.sessions().Find(wire_id, {getpid(), getuid(), getgid()});
+    REQUIRE(rig.sessions().GrantLease(session, grant).ok());
+  });
+  const Received granted = Receive(channel);
+  REQUIRE(granted.message.has_lease_granted());
+  REQUIRE(granted.descriptors.size() == 1);
+  CHECK(UseWordMapping::Map(granted.descriptors[0].get()).ok());
+}
+
+// The reason with which the daemon refuses, and hangs up.
+std::string RefusedWith(PageChannel& channel) {
+  const Received refused = Receive(channel);
+  REQUIRE(refused.message.has_refused());
+  pollfd ready{.fd = channel.fd(), .events = POLLIN};
+  REQUIRE(poll(&ready, 1, 5000) == 1);
+  CHECK(ReasonOf(channel.Receive().status()) == "HANG_UP");
+  return refused.message.refused().reason();
+}
+
+TEST_CASE("A session belongs to the process and user that opened it") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  const std::string wire_id = Greet(channel);
+  const auto opened = std::get<SessionOpened>(rig.Events(1).at(0));
+  CHECK(opened.pid == getpid());
+  CHECK(opened.client == "tester");
+  rig.OnLoop([&] {
+    CHECK(rig.sessions().Find(wire_id, {getpid(), getuid(), getgid()}).ok());
+    CHECK(ReasonOf(rig.sessions().Find(wire_id, {getpid() + 1, getuid(), getgid()}).status()) == "SESSION_OWNER");
+    CHECK(ReasonOf(rig.sessions().Find(wire_id, {getpid(), getuid() + 1, getgid()}).status()) == "SESSION_OWNER");
+    CHECK(ReasonOf(rig.sessions().Find("guess", {getpid(), getuid(), getgid()}).status()) == "NO_SUCH_SESSION");
+  });
+  channel.TakeSocket().reset();
+  CHECK(std::holds_alternative<SessionEnded>(rig.Events(2).at(1)));
+}
+
+TEST_CASE("At most two packets of cells are on their way unacknowledged, and each has at most 64") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  const std::string wire_id = Greet(channel);
+  Grant(rig, channel, wire_id);
+  rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(200)); });
+  std::vector<v1::Cells> packets;
+  for (int i = 0; i < 2; ++i) {
+    const Received received = Receive(channel);
+    CHECK(received.descriptors.size() == 64);
+    packets.push_back(received.message.cells());
+  }
+  CHECK(NothingComes(channel));
+  rig.OnLoop([&] { CHECK(rig.sessions().mapped_bytes(LeaseId{1}) == 0); });
+  Acknowledge(channel, packets[0]);
+  packets.push_back(Receive(channel).message.cells());
+  CHECK(NothingComes(channel));
+  Acknowledge(channel, packets[1]);
+  packets.push_back(Receive(channel).message.cells());
+  CHECK(packets[3].cells_size() == 8);
+  CHECK(packets[3].last());
+  CHECK_FALSE(packets[2].last());
+  Acknowledge(channel, packets[2]);
+  CHECK(rig.Events(1).size() == 1);  // not mapped until the last one is
+  Acknowledge(channel, packets[3]);
+  const auto mapped = std::get<LeaseMapped>(rig.Events(2).at(1));
+  CHECK(mapped.lease == LeaseId{1});
+  CHECK(mapped.generation == 1);
+  rig.OnLoop([&] { CHECK(rig.sessions().mapped_bytes(LeaseId{1}) == 200 * 4096); });
+}
+
+TEST_CASE("Cells that were released piece by piece are all gone with the last one") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  Grant(rig, channel, Greet(channel));
+  rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(3)); });
+  Acknowledge(channel, Receive(channel).message.cells());
+  rig.Events(2);
+  v1::ClientPacket packet;
+  packet.mutable_released()->set_lease_id(1);
+  packet.mutable_released()->set_generation(1);
+  packet.mutable_released()->add_cells(0);
+  packet.mutable_released()->add_cells(1);
+  Send(channel, packet);
+  packet.mutable_released()->clear_cells();
+  packet.mutable_released()->add_cells(2);
+  Send(channel, packet);
+  const std::vector<Event> events = rig.Events(3);
+  CHECK(events.size() == 3);
+  CHECK(std::get<LeaseReleased>(events[2]).lease == LeaseId{1});
+  rig.OnLoop([&] { CHECK(rig.sessions().mapped_bytes(LeaseId{1}) == 0); });
+}
+
+TEST_CASE("A client that hangs up with cells mapped is not taken for one that is gone") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  Grant(rig, channel, Greet(channel));
+  rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(1)); });
+  Acknowledge(channel, Receive(channel).message.cells());
+  rig.Events(2);
+  channel.TakeSocket().reset();
+  CHECK(std::holds_alternative<SessionHungUp>(rig.Events(3).at(2)));
+  CHECK(rig.Events(3).size() == 3);  // its process, this one, lives
+}
+
+TEST_CASE("Who breaks the protocol is told how and loses its session, and nobody else's") {
+  Rig rig;
+  PageChannel other = rig.Connect();
+  Greet(other);
+  PageChannel channel = rig.Connect();
+  std::string expected = "PROTOCOL";
+  SECTION("a wrong version") {
+    v1::ClientPacket hello = Hello();
+    hello.mutable_hello()->set_protocol_version(99);
+    Send(channel, hello);
+    expected = "PROTOCOL_VERSION";
+  }
+  SECTION("a Hello without a pidfd") {
+    Send(channel, Hello());
+    expected = "BAD_HELLO";
+  }
+  SECTION("a Hello with somebody else's pidfd") {
+    const UniqueFd parent = *OpenPidfd(getppid());
+    Send(channel, Hello(), {parent.get()});
+    expected = "BAD_HELLO";
+  }
+  SECTION("a Hello with a descriptor that is no pidfd") {
+    const UniqueFd file(memfd_create("x", MFD_CLOEXEC));
+    Send(channel, Hello(), {file.get()});
+    expected = "BAD_HELLO";
+  }
+  SECTION("a name that is not printable") {
+    v1::ClientPacket hello = Hello();
+    hello.mutable_hello()->set_client_name("a\nb");
+    const UniqueFd pidfd = *OpenPidfd(getpid());
+    Send(channel, hello, {pidfd.get()});
+    expected = "BAD_HELLO";
+  }
+  SECTION("anything before Hello") {
+    v1::ClientPacket packet;
+    packet.mutable_released();
+    Send(channel, packet);
+  }
+  SECTION("a second Hello") {
+    Greet(channel);
+    Send(channel, Hello());
+  }
+  SECTION("no message at all") { REQUIRE(channel.Send("\xff\xff\xff").ok()); }
+  SECTION("an acknowledgement of nothing") {
+    Greet(channel);
+    v1::ClientPacket packet;
+    packet.mutable_cells_mapped()->set_lease_id(1);
+    Send(channel, packet);
+    expected = "NOTHING_TO_ACKNOWLEDGE";
+  }
+  SECTION("an acknowledgement of other cells") {
+    Grant(rig, channel, Greet(channel));
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(2)); });
+    v1::Cells cells = Receive(channel).message.cells();
+    cells.mutable_cells(1)->set_index(7);
+    Acknowledge(channel, cells);
+  }
+  SECTION("a release of what it does not hold") {
+    Grant(rig, channel, Greet(channel));
+    v1::ClientPacket packet;
+    packet.mutable_released()->set_lease_id(1);
+    packet.mutable_released()->add_cells(0);
+    Send(channel, packet);
+  }
+  CHECK(RefusedWith(channel) == expected);
+  CHECK(NothingComes(other));
+}
+
+TEST_CASE("A packet about another session's lease ends the session that sent it") {
+  Rig rig;
+  PageChannel owner = rig.Connect();
+  Grant(rig, owner, Greet(owner));
+  PageChannel thief = rig.Connect();
+  Greet(thief);
+  v1::ClientPacket packet;
+  packet.mutable_released()->set_lease_id(1);
+  packet.mutable_released()->add_cells(0);
+  Send(thief, packet);
+  CHECK(RefusedWith(thief) == "PROTOCOL");
+  CHECK(NothingComes(owner));
+}
+
+}  // namespace
+}  // namespace residency
