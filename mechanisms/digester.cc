@@ -14,6 +14,9 @@ namespace {
 // that the sums' atomic additions cost nothing.
 constexpr uint32_t kDigestBlocks = 1056;
 
+// A model of 256 GiB in cells of 64 MiB; one granule of device memory holds these items, one their sums.
+constexpr uint64_t kItemsAtStart = 4096;
+
 }  // namespace
 
 void CloseModule(const Device& device, CUmodule module, uint64_t) {
@@ -36,7 +39,10 @@ absl::StatusOr<std::unique_ptr<Digester>> Digester::Create(const Device& device)
       !status.ok()) {
     return status;
   }
-  return std::unique_ptr<Digester>(new Digester(device, std::move(module), kernel));
+  std::unique_ptr<Digester> digester(new Digester(device, std::move(module), kernel));
+  // Now rather than at the first activation, after which the device's free figure would not return to what it was.
+  if (auto status = digester->Reserve(kItemsAtStart); !status.ok()) return status;
+  return digester;
 }
 
 absl::Status Digester::Reserve(uint64_t item_count) {

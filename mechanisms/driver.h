@@ -19,6 +19,7 @@ namespace residency {
 
 // The name of each entry is the name in the documentation. Where cuda.h maps it to a versioned symbol
 // (cuMemGetInfo to cuMemGetInfo_v2) the macro expansion gives that symbol to dlsym.
+// clang-format off
 #define RESIDENCY_DRIVER_CALLS(X) \
   X(cuInit)                             \
   X(cuDriverGetVersion)                 \
@@ -71,6 +72,7 @@ namespace residency {
   X(cuModuleUnload)                     \
   X(cuModuleGetFunction)                \
   X(cuLaunchKernel)
+// clang-format on
 
 struct Driver {
 #define RESIDENCY_DRIVER_ENTRY(name) decltype(&::name) name = nullptr;

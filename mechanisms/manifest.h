@@ -24,10 +24,10 @@ namespace residency {
 // A file as it was when its header was read. A later reader compares, so that a file that was replaced
 // or changed in between is noticed.
 struct SourceFile {
-  std::string path;       // as given or found, links not resolved
+  std::string path;  // as given or found, links not resolved
   uint64_t bytes = 0;
-  uint64_t device = 0;    // st_dev
-  uint64_t inode = 0;     // st_ino
+  uint64_t device = 0;  // st_dev
+  uint64_t inode = 0;   // st_ino
   int64_t mtime_ns = 0;
 
   bool operator==(const SourceFile&) const = default;
@@ -84,8 +84,7 @@ struct ComponentSource {
 //  FAILED_PRECONDITION/FILE_CHANGED a file was replaced while the model was read;
 //  RESOURCE_EXHAUSTED/HOST_MEMORY a header is too large to parse in what memory there is;
 //  UNREADABLE, with the code that ErrnoStatus gives, the system would not let us read it.
-absl::StatusOr<Manifest> ReadManifest(const std::string& source,
-                                      const std::vector<ComponentSource>& components = {});
+absl::StatusOr<Manifest> ReadManifest(const std::string& source, const std::vector<ComponentSource>& components = {});
 
 // The manifest's components as MakeLayout takes them, same order.
 std::vector<LayoutComponent> ToLayoutComponents(const Manifest& manifest);

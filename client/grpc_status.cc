@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/grpc_status.h"
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "mechanisms/refusal.h"
+#include "proto/residency.pb.h"
+
+namespace residency {
+namespace {
+
+std::optional<v1::Refusal> RefusalInDetails(const std::string& details) {
+  v1::RpcStatus rpc;
+  v1::Refusal refusal;
+  if (details.empty() || !rpc.ParseFromString(details)) return std::nullopt;
+  for (const google::protobuf::Any& any : rpc.details()) {
+    if (any.UnpackTo(&refusal)) return refusal;
+  }
+  return std::nullopt;
+}
+
+Refusal FromProto(const v1::Refusal& proto) {
+  Refusal refusal;
+  refusal.reason = proto.reason();
+  if (proto.has_needed_bytes()) refusal.needed_bytes = proto.needed_bytes();
+  if (proto.has_available_bytes()) refusal.available_bytes = proto.available_bytes();
+  refusal.file = proto.file();
+  refusal.tensor = proto.tensor();
+  for (const v1::Holder& holder : proto.holders()) {
+    refusal.holders.push_back(
+        {holder.pid(), holder.uid(), holder.client(), holder.lease_id(), holder.bytes(), holder.age_seconds()});
+  }
+  return refusal;
+}
+
+v1::Refusal ToProto(const Refusal& refusal) {
+  v1::Refusal proto;
+  proto.set_reason(refusal.reason);
+  if (refusal.needed_bytes.has_value()) proto.set_needed_bytes(*refusal.needed_bytes);
+  if (refusal.available_bytes.has_value()) proto.set_available_bytes(*refusal.available_bytes);
+  proto.set_file(refusal.file);
+  proto.set_tensor(refusal.tensor);
+  for (const Holder& holder : refusal.holders) {
+    v1::Holder& added = *proto.add_holders();
+    added.set_pid(holder.pid);
+    added.set_uid(holder.uid);
+    added.set_client(holder.client);
+    added.set_lease_id(holder.lease_id);
+    added.set_bytes(holder.bytes);
+    added.set_age_seconds(holder.age_seconds);
+  }
+  return proto;
+}
+
+absl::Status WithoutDetails(absl::StatusCode code, const std::string& message) {
+  switch (code) {
+    case absl::StatusCode::kDeadlineExceeded:
+      return Refuse(code, "NO_ANSWER", "the daemon did not answer in time");
+    case absl::StatusCode::kUnavailable:
+      return Refuse(code, "CONNECTION_LOST", absl::StrCat("the connection to the daemon broke: ", message));
+    case absl::StatusCode::kCancelled:
+      return Refuse(code, "CANCELLED", "the call was cancelled");
+    case absl::StatusCode::kUnimplemented:
+      return Refuse(code, "UNIMPLEMENTED", "the daemon does not know this call: it is of another version");
+    default:
+      return absl::Status(code, message);
+  }
+}
+
+}  // namespace
+
+absl::Status FromGrpcStatus(const grpc::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  // Both sides use the canonical codes.
+  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  const auto refusal = RefusalInDetails(status.error_details());
+  if (!refusal.has_value()) return WithoutDetails(code, status.error_message());
+  return Refuse(code, FromProto(*refusal), status.error_message());
+}
+
+grpc::Status ToGrpcStatus(const absl::Status& status) {
+  const auto code = static_cast<grpc::StatusCode>(status.code());
+  const std::string message(status.message());
+  const std::optional<Refusal> refusal = GetRefusal(status);
+  if (!refusal.has_value()) return grpc::Status(code, message);
+  v1::RpcStatus rpc;
+  rpc.set_code(static_cast<int>(code));
+  rpc.set_message(message);
+  rpc.add_details()->PackFrom(ToProto(*refusal));
+  return grpc::Status(code, message, rpc.SerializeAsString());
+}
+
+}  // namespace residency

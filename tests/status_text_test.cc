@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/ctl/status_text.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <sstream>
+#include <string>
+
+namespace residency {
+namespace {
+
+constexpr uint64_t kGiB = uint64_t{1} << 30;
+constexpr char kUuid[] = "GPU-6e0dfb34-0c4e-4f6c-8d6c-6a2a1f3f9a10";
+
+v1::Status Example() {
+  v1::Status status;
+  v1::DaemonStatus& daemon = *status.mutable_daemon();
+  daemon.set_version("0.1.0");
+  daemon.set_pid(1234);
+  daemon.set_driver("cuda");
+  daemon.set_serving(true);
+  daemon.set_uptime_seconds(7384);
+  status.mutable_host()->set_pinned_bytes(22 * kGiB);
+  status.mutable_host()->set_budget_bytes(64 * kGiB);
+  v1::DeviceStatus& device = *status.add_devices();
+  device.set_uuid(kUuid);
+  device.set_name("NVIDIA H200");
+  device.set_state(v1::DEVICE_STATE_ONLINE);
+  device.set_total_bytes(140 * kGiB);
+  device.set_free_bytes(100 * kGiB);
+  device.set_broker_bytes(22 * kGiB);
+  device.set_pool_idle_bytes(3 * kGiB);
+  device.set_contexts_bytes(kGiB);
+  device.set_others_bytes(14 * kGiB);
+  v1::ModelStatus& model = *status.add_models();
+  model.set_name("flux");
+  model.set_state(v1::MODEL_STATE_ACTIVE);
+  model.set_mode(v1::MODEL_MODE_HELD);
+  model.set_device_uuid(kUuid);
+  model.set_generation(3);
+  model.set_claimed_device_bytes(22 * kGiB);
+  model.set_device_bytes(22 * kGiB);
+  model.set_components_on_gpu(1);
+  v1::ComponentStatus& component = *model.add_components();
+  component.set_name("transformer");
+  component.set_tensors(780);
+  component.set_cells(352);
+  component.set_cells_on_gpu(352);
+  component.set_device_bytes(22 * kGiB);
+  v1::LeaseStatus& lease = *model.add_leases();
+  lease.set_id(5);
+  lease.set_pid(4321);
+  lease.set_client("worker");
+  lease.set_state(v1::LEASE_STATE_LIVE);
+  lease.set_in_use(true);
+  lease.set_claimed_mapped_bytes(22 * kGiB);
+  lease.set_age_seconds(75);
+  return status;
+}
+
+bool Has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+std::string LineWith(const std::string& text, const std::string& part) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (Has(line, part)) return line;
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("status shows daemon, host, device, model, component and lease, in GiB and within 80 columns") {
+  const std::string text = StatusText(Example());
+  CHECK(Has(text, "residencyd 0.1.0  pid 1234  driver cuda  up 2h03m  serving"));
+  CHECK(Has(text, "22.00 GiB pinned of 64.00 GiB"));
+  const std::string figures = LineWith(text, "140.00 GiB");
+  for (const char* figure : {"22.00 GiB", "3.00 GiB", "1.00 GiB", "14.00 GiB", "100.00 GiB"}) {
+    CHECK(Has(figures, figure));
+  }
+  CHECK(Has(text, "flux  active  held  generation 3"));
+  CHECK(Has(LineWith(text, "transformer"), "352 of 352"));
+  const std::string lease = LineWith(text, "worker");
+  for (const char* part : {"5", "4321", "live", "yes", "1m15s"}) CHECK(Has(lease, part));
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) CHECK(line.size() <= 80);
+}
+
+TEST_CASE("a note stands where claim and measurement differ, and only there") {
+  v1::Status status = Example();
+  CHECK_FALSE(Has(StatusText(status), "NOTE"));
+  status.mutable_models(0)->set_device_bytes(21 * kGiB);
+  const std::string note = LineWith(StatusText(status), "NOTE");
+  CHECK(Has(note, "23622320128 bytes claimed"));
+  CHECK(Has(note, "22548578304 measured"));
+}
+
+TEST_CASE("errors, activations and registrations under way are shown") {
+  v1::Status status = Example();
+  v1::ModelStatus& model = *status.mutable_models(0);
+  model.mutable_last_error()->set_code("DATA_LOSS");
+  model.mutable_last_error()->set_reason("VERIFY");
+  model.mutable_last_error()->set_message("cell 3");
+  model.mutable_last_activation()->set_bytes(kGiB);
+  model.mutable_last_activation()->set_seconds(0.25);
+  model.mutable_last_activation()->set_verified(16);
+  CHECK(Has(StatusText(status), "last error: DATA_LOSS/VERIFY: cell 3"));
+  CHECK(Has(StatusText(status), "1.00 GiB moved in 0.250 s, 16 cells verified"));
+  model.set_state(v1::MODEL_STATE_REGISTERING);
+  model.set_progress(0.42);
+  CHECK(Has(StatusText(status), "42 %"));
+  status.clear_models();
+  CHECK(Has(StatusText(status), "no models"));
+}
+
+TEST_CASE("tensors stand under their component with type, size and shape") {
+  v1::ListTensorsResponse table;
+  table.set_span_bytes(4 << 20);
+  table.set_cell_bytes(2 << 20);
+  table.add_components("unet");
+  table.add_components("vae");
+  v1::Tensor& tensor = *table.add_tensors();
+  tensor.set_name("conv.weight");
+  tensor.set_component(1);
+  tensor.set_dtype("BF16");
+  tensor.add_shape(320);
+  tensor.add_shape(4);
+  tensor.set_bytes(2560);
+  const std::string text = TensorsText(table);
+  CHECK(text.substr(0, 4) == "vae\n");
+  CHECK(Has(LineWith(text, "conv.weight"), "BF16"));
+  CHECK(Has(LineWith(text, "conv.weight"), "[320, 4]"));
+  CHECK(Has(text, "1 tensors, 4.0 MiB of addresses in cells of 2.0 MiB"));
+}
+
+TEST_CASE("ages have the two largest units") {
+  CHECK(AgeText(0.25) == "0.2s");
+  CHECK(AgeText(59) == "59s");
+  CHECK(AgeText(250) == "4m10s");
+  CHECK(AgeText(7384) == "2h03m");
+  CHECK(AgeText(180000) == "2d02h");
+}
+
+}  // namespace residency
