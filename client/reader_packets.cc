@@ -127,11 +127,12 @@ absl::Status Reader::OnCells(const v1::Cells& cells, std::vector<UniqueFd> descr
 }
 
 // Whether to map them: not for a lease that is over, nor for what follows a failure of its generation. A new
-// generation after a failed one is a new try, for which users may wait again.
+// generation after a failed one is a new try, for which users may wait again. A lease that is to end takes what is on
+// its way like any other: what it acknowledges it must be able to release.
 bool Reader::WantsCells(LeaseRecord* record, uint64_t generation) {
   if (record == nullptr || record->pages == nullptr || generation <= record->released_generation) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (record->retiring || record->ended || !record->stopped.ok()) return false;
+  if (record->ended || !record->stopped.ok()) return false;
   if (record->failure.ok()) return true;
   if (generation <= record->failed_generation) return false;
   record->failure = absl::OkStatus();
@@ -211,7 +212,8 @@ void Reader::OnRevoke(const v1::Revoke& revoke) {
 void Reader::OnLeaseEnded(const v1::LeaseEnded& ended) {
   LeaseRecord* const record = FindRecord(ended.lease_id());
   if (record == nullptr) return;
-  const std::string what = ended.reason() == "UNLOADED" ? " was unloaded" : ": the lease on it has ended";
+  std::string what = ended.reason() == "UNLOADED" ? " was unloaded" : ": the lease on it has ended";
+  if (!ended.message().empty()) what = absl::StrCat(": ", ended.message());
   absl::Status why = Refuse(absl::StatusCode::kAborted, ended.reason(), absl::StrCat(record->model, what));
   {
     const std::lock_guard<std::mutex> lock(mutex_);

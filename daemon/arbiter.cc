@@ -2,6 +2,7 @@
 #include "daemon/arbiter.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,7 +21,23 @@ std::vector<Effect> Arbiter::Step(const Event& event, absl::Time now) {
   context_.now = now;
   context_.effects.clear();
   std::visit([this](const auto& e) { On(e); }, event);
+  ForgetDeadlines();
   return std::move(context_.effects);
+}
+
+// The deadlines of what was answered in this step.
+void Arbiter::ForgetDeadlines() {
+  std::vector<Effect> timers;
+  for (const Effect& effect : context_.effects) {
+    const auto* reply = std::get_if<Reply>(&effect);
+    if (reply == nullptr) continue;
+    const auto found = std::find_if(deadlines_.begin(), deadlines_.end(),
+                                    [&](const auto& entry) { return entry.second == reply->request; });
+    if (found == deadlines_.end()) continue;
+    timers.push_back(SetTimer{found->first, absl::InfiniteFuture()});
+    deadlines_.erase(found);
+  }
+  for (Effect& timer : timers) context_.effects.push_back(std::move(timer));
 }
 
 std::optional<absl::Time> Arbiter::oldest_transition() const {
@@ -63,16 +80,19 @@ void Arbiter::On(const RegisterRequested& event) {
   uint64_t claimed_host_bytes = 0;
   for (const auto& [id, model] : records_.models) claimed_host_bytes += model.layout.span_bytes;
   const uint64_t needed_bytes = event.layout.span_bytes;
-  if (options_.host_budget_bytes.has_value()) {
-    const uint64_t budget_bytes = *options_.host_budget_bytes;
-    const uint64_t available_bytes = budget_bytes > claimed_host_bytes ? budget_bytes - claimed_host_bytes : 0;
+  const uint64_t no_limit = std::numeric_limits<uint64_t>::max();
+  const uint64_t budget_bytes = options_.host_budget_bytes.value_or(no_limit);
+  const uint64_t own_bytes = event.budget.host_bytes.value_or(no_limit);
+  if (budget_bytes != no_limit || own_bytes != no_limit) {
+    const uint64_t left_bytes = budget_bytes > claimed_host_bytes ? budget_bytes - claimed_host_bytes : 0;
+    const uint64_t available_bytes = std::min(left_bytes, own_bytes);
     if (needed_bytes > available_bytes) {
       context_.effects.push_back(Reply{
           event.request,
           Refuse(absl::StatusCode::kResourceExhausted,
                  Refusal{.reason = "HOST_BUDGET", .needed_bytes = needed_bytes, .available_bytes = available_bytes},
                  absl::StrCat(event.name, " needs ", needed_bytes, " bytes of page-locked host memory; ",
-                              available_bytes, " available of a budget of ", budget_bytes)),
+                              available_bytes, " available within the budget")),
           {}});
       return;
     }
@@ -97,6 +117,12 @@ void Arbiter::On(const MirrorsBuilt& event) {
     status = Refuse(absl::StatusCode::kAborted, "UNLOADED",
                     absl::StrCat(model.name, " was unloaded while it was being registered"));
   }
+  // The reading was given up, and then somebody wanted it after all.
+  if (event.status.code() == absl::StatusCode::kCancelled && !model.registrations.empty() && !model.unload) {
+    context_.effects.push_back(BuildMirrors{model.id, model.registrations.front()});
+    return;
+  }
+  const bool wanted = !model.registrations.empty() || model.unload;
   model.pinned_bytes = event.pinned_bytes;
   for (RequestId request : std::exchange(model.registrations, {})) {
     Reply reply{request, status, {}};
@@ -105,7 +131,8 @@ void Arbiter::On(const MirrorsBuilt& event) {
   }
   if (event.status.ok()) {
     model.Apply(ModelChange::kRegistered);
-    if (model.unload) QueueOf(model.id)->Add(UnloadRequested{model.unload, model.name});
+    // Given up too late to stop the reading: the registration is undone all the same.
+    if (model.unload || !wanted) QueueOf(model.id)->Add(UnloadRequested{model.unload, model.name}, model.id);
     return;
   }
   if (model.unload) context_.effects.push_back(Reply{model.unload, absl::OkStatus(), UnloadOutcome{}});
@@ -119,7 +146,7 @@ void Arbiter::On(const UnloadRequested& event) {
   DeviceQueue* queue = QueueFor(event.request, event.name);
   if (queue == nullptr) return;
   ModelRecord& model = *records_.FindModel(event.name);
-  if (model.state != ModelState::kRegistering) return queue->Add(event);
+  if (model.state != ModelState::kRegistering) return queue->Add(event, model.id);
   if (model.unload) {
     context_.effects.push_back(
         Reply{event.request,
@@ -149,15 +176,15 @@ void Arbiter::On(const ActivateRequested& event) {
     deadlines_.emplace(timer, event.request);
     context_.effects.push_back(SetTimer{timer, event.deadline});
   }
-  queue->Add(event);
+  queue->Add(event, records_.FindModel(event.name)->id);
 }
 
 void Arbiter::On(const DeactivateRequested& event) {
-  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event);
+  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event, records_.FindModel(event.name)->id);
 }
 
 void Arbiter::On(const VerifyRequested& event) {
-  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event);
+  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event, records_.FindModel(event.name)->id);
 }
 
 void Arbiter::GiveUp(RequestId request, const absl::Status& status) {
@@ -176,7 +203,6 @@ void Arbiter::GiveUp(RequestId request, const absl::Status& status) {
 }
 
 void Arbiter::On(const RequestCancelled& event) {
-  std::erase_if(deadlines_, [&](const auto& entry) { return entry.second == event.request; });
   GiveUp(event.request, Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the caller has gone away"));
 }
 
@@ -216,9 +242,14 @@ void Arbiter::On(const SessionHungUp& event) {
   const auto session = records_.sessions.find(event.session);
   if (session == records_.sessions.end()) return;
   session->second.hung_up = true;
+  std::vector<LeaseId> empty;
   for (auto& [id, lease] : records_.leases) {
-    if (lease.session == event.session && lease.holds_cells()) lease.state = LeaseState::kUnresponsive;
+    if (lease.session != event.session) continue;
+    if (!lease.holds_cells()) empty.push_back(id);
+    if (lease.holds_cells()) lease.state = LeaseState::kUnresponsive;
   }
+  // Nothing could be sent to those any more.
+  for (LeaseId lease : empty) Drop(lease, "SESSION_ENDED");
 }
 
 void Arbiter::On(const SessionEnded& event) {
@@ -256,11 +287,11 @@ void Arbiter::Release(LeaseRecord& lease) {
   context_.effects.push_back(CloseAndRevoke{lease.id, lease.generation});
 }
 
-void Arbiter::Drop(LeaseId id, std::string_view reason) {
+void Arbiter::Drop(LeaseId id, std::string_view reason, std::string_view message) {
   const ModelId model = records_.leases.at(id).model;
   const RequestId release = records_.leases.at(id).release;
   records_.leases.erase(id);
-  context_.effects.push_back(EndLease{id, std::string(reason)});
+  context_.effects.push_back(EndLease{id, std::string(reason), std::string(message)});
   if (release) context_.effects.push_back(Reply{release, absl::OkStatus(), {}});
   records_.models.at(model).last_used = context_.now;
   QueueOf(model)->OnLeaseLet(model);
@@ -278,6 +309,7 @@ void Arbiter::On(const LeaseMapped& event) {
 void Arbiter::On(const LeaseReleased& event) {
   const auto lease = records_.leases.find(event.lease);
   if (lease == records_.leases.end() || lease->second.generation != event.generation) return;
+  if (lease->second.state != LeaseState::kRevoking && lease->second.state != LeaseState::kLive) return;
   lease->second.state = LeaseState::kRevoked;
   if (lease->second.release) return Release(lease->second);
   QueueOf(lease->second.model)->OnLeaseLet(lease->second.model);
@@ -286,8 +318,9 @@ void Arbiter::On(const LeaseReleased& event) {
 void Arbiter::On(const LeaseFailed& event) {
   const auto lease = records_.leases.find(event.lease);
   if (lease == records_.leases.end()) return;
-  records_.models.at(lease->second.model).last_error = event.status;
-  Drop(event.lease, "FAILED");
+  if (!event.by_client) records_.models.at(lease->second.model).last_error = event.status;
+  const std::string reason = ReasonOf(event.status);
+  Drop(event.lease, reason.empty() ? "LEASE_FAILED" : reason, std::string(event.status.message()));
 }
 
 }  // namespace residency

@@ -63,7 +63,8 @@ class Arbiter {
   // Where the requests of `name` wait; replies and returns nothing where there is no such model.
   DeviceQueue* QueueFor(RequestId request, std::string_view name);
   DeviceQueue* QueueOf(ModelId model);
-  void Drop(LeaseId lease, std::string_view reason);
+  void Drop(LeaseId lease, std::string_view reason, std::string_view message = "");
+  void ForgetDeadlines();
   void Release(LeaseRecord& lease);
   void GiveUp(RequestId request, const absl::Status& status);
 

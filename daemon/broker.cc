@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "daemon/status.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -77,12 +76,17 @@ Broker::~Broker() {
 RequestId Broker::Expect(Done done) {
   const RequestId id{next_request_++};
   done_.emplace(id, std::move(done));
-  if (shutting_down_) {
-    loop_.Post([this, id] {
-      Answer({id, Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"), {}});
-    });
-  }
   return id;
+}
+
+// A daemon that is ending begins nothing new.
+RequestId Broker::Ask(RequestId request, const Event& event) {
+  if (shutting_down_) {
+    Answer({request, Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"), {}});
+  } else {
+    Feed(event);
+  }
+  return request;
 }
 
 void Broker::Answer(const Reply& reply) {
@@ -132,39 +136,34 @@ RequestId Broker::Register(RegisterOptions options, Progress progress, Done done
                          RegisterRequested event{request, options.name,   model->checkpoint.identity,
                                                  device,  options.budget, WithoutTensors(model->checkpoint.layout)};
                          loading_.emplace(request, std::move(model));
-                         Feed(event);
+                         Ask(request, event);
                        });
   return request;
 }
 
 RequestId Broker::Unload(const std::string& name, Done done) {
   const RequestId request = Expect(std::move(done));
-  Feed(UnloadRequested{request, name});
-  return request;
+  return Ask(request, UnloadRequested{request, name});
 }
 
 RequestId Broker::Activate(ActivateRequested event, Done done) {
   event.request = Expect(std::move(done));
-  Feed(event);
-  return event.request;
+  return Ask(event.request, event);
 }
 
 RequestId Broker::Deactivate(const std::string& name, absl::Duration drain, Done done) {
   const RequestId request = Expect(std::move(done));
-  Feed(DeactivateRequested{request, name, drain});
-  return request;
+  return Ask(request, DeactivateRequested{request, name, drain});
 }
 
 RequestId Broker::Verify(const std::string& name, Done done) {
   const RequestId request = Expect(std::move(done));
-  Feed(VerifyRequested{request, name});
-  return request;
+  return Ask(request, VerifyRequested{request, name});
 }
 
 RequestId Broker::ReleaseLease(SessionId session, LeaseId lease, Done done) {
   const RequestId request = Expect(std::move(done));
-  Feed(ReleaseLeaseRequested{request, session, lease});
-  return request;
+  return Ask(request, ReleaseLeaseRequested{request, session, lease});
 }
 
 void Broker::Cancel(RequestId request) {
@@ -247,15 +246,18 @@ void Broker::Do(const JoinMirrors& effect) { models_.at(effect.model)->watching_
 
 void Broker::Do(const DropModel& effect) {
   GpuOf(models_.at(effect.model)->device).RemoveModel(effect.model, [this, id = effect.model](uint64_t device_bytes) {
+    auto node = models_.extract(id);
     uint64_t host_bytes = 0;
-    for (const Mirror& mirror : models_.at(id)->mirrors) host_bytes += mirror.bytes();
-    models_.erase(id);
-    Feed(ModelDropped{id, host_bytes, device_bytes});
+    for (const Mirror& mirror : node.mapped()->mirrors) host_bytes += mirror.bytes();
+    // Giving page-locked memory back takes long for a large model.
+    loader_->Discard(std::move(node.mapped()), [this, id, host_bytes, device_bytes] {
+      Feed(ModelDropped{id, host_bytes, device_bytes});
+    });
   });
 }
 
 void Broker::Do(const MeasureDevice& effect) {
-  GpuOf(effect.device).Measure([this, device = effect.device](const GpuMeasurement& measured) {
+  GpuOf(effect.device).MeasureInOrder([this, device = effect.device](const GpuMeasurement& measured) {
     DeviceMeasured event{.device = device,
                          .status = measured.status,
                          .total_bytes = measured.memory.total_bytes,
@@ -298,7 +300,7 @@ void Broker::Do(const GrantLease& effect) {
   grant.set_device_uuid(GpuOf(model.device).device().info().uuid);
   grant.set_layout_digest(model.checkpoint.layout.digest);
   grant.set_span_bytes(model.checkpoint.layout.span_bytes);
-  if (auto status = sessions_.GrantLease(effect.session, grant); !status.ok()) Feed(LeaseFailed{effect.lease, status});
+  sessions_.GrantLease(effect.session, grant);
 }
 
 void Broker::Do(const SendCells& effect) {
@@ -351,7 +353,7 @@ void Broker::Do(const CloseAndRevoke& effect) {
 }
 
 void Broker::Do(const RevokeLease& effect) { sessions_.Revoke(effect.lease, effect.generation); }
-void Broker::Do(const EndLease& effect) { sessions_.EndLease(effect.lease, effect.reason); }
+void Broker::Do(const EndLease& effect) { sessions_.EndLease(effect.lease, effect.reason, effect.message); }
 
 void Broker::Do(const SetTimer& effect) {
   if (auto node = timers_.extract(effect.timer); !node.empty()) loop_.CancelTimer(node.mapped());
@@ -366,96 +368,6 @@ std::vector<const Source*> Broker::SourcesOf(ModelId model) const {
   std::vector<const Source*> sources;
   for (const Mirror& mirror : models_.at(model)->mirrors) sources.push_back(&mirror);
   return sources;
-}
-
-// ---- What is there. ----
-
-absl::StatusOr<Broker::ModelView> Broker::Find(const std::string& name) const {
-  for (const auto& [id, record] : arbiter_.records().models) {
-    if (record.name == name && models_.contains(id)) return ViewOf(id);
-  }
-  return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL", absl::StrCat("no model is registered as '", name, "'"));
-}
-
-Broker::ModelView Broker::ViewOf(ModelId id) const {
-  const LoadedModel& model = *models_.at(id);
-  return {model.checkpoint.layout, gpus_[model.device.value - 1]->device().info().uuid, model.checkpoint.layout.digest};
-}
-
-void Broker::GetStatus(const std::string& model, std::function<void(absl::StatusOr<v1::Status>)> done) {
-  struct Gathering {
-    std::vector<GpuMeasurement> measured;
-    size_t missing;
-    std::function<void(absl::StatusOr<v1::Status>)> done;
-  };
-  auto gathering = std::make_shared<Gathering>();
-  gathering->measured.resize(gpus_.size());
-  gathering->missing = gpus_.size();
-  gathering->done = std::move(done);
-  for (size_t i = 0; i < gpus_.size(); ++i) {
-    gpus_[i]->Measure([this, i, gathering, model](const GpuMeasurement& measurement) {
-      NoteLoss(measurement.status);
-      gathering->measured[i] = measurement;
-      if (--gathering->missing > 0) return;
-      if (!model.empty()) {
-        if (const auto found = Find(model); !found.ok()) return gathering->done(found.status());
-      }
-      gathering->done(BuildStatus(model, gathering->measured));
-    });
-  }
-}
-
-v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMeasurement>& measured) {
-  const absl::Time now = MonotonicNow();
-  v1::Status status;
-  v1::DaemonStatus& daemon = *status.mutable_daemon();
-  daemon.set_version(options_.version);
-  daemon.set_pid(getpid());
-  daemon.set_epoch(options_.identity.epoch);
-  daemon.set_driver(options_.identity.driver);
-  daemon.set_serving(!shutting_down_ && !lost_told_);
-  daemon.set_uptime_seconds(absl::ToDoubleSeconds(now - started_));
-  const auto oldest = arbiter_.oldest_transition();
-  daemon.set_oldest_transition_seconds(oldest.has_value() ? absl::ToDoubleSeconds(now - *oldest) : 0);
-  const Records& records = arbiter_.records();
-  if (options_.host_budget_bytes.has_value()) status.mutable_host()->set_budget_bytes(*options_.host_budget_bytes);
-  uint64_t pinned_bytes = 0;
-  for (const auto& [id, record] : records.models) pinned_bytes += record.pinned_bytes;
-  status.mutable_host()->set_pinned_bytes(pinned_bytes);
-  for (const auto& gpu : gpus_) {
-    *status.add_devices() =
-        DeviceStatusOf(gpu->device().info(), records.devices.at(gpu->id()), measured[gpu->id().value - 1], records);
-  }
-  const LeaseProbe probe{[this](LeaseId lease) { return IsInUse(lease); },
-                         [this](LeaseId lease) { return sessions_.mapped_bytes(lease); }};
-  for (const auto& [id, record] : records.models) {
-    if ((!model.empty() && record.name != model) || !models_.contains(id)) continue;
-    const LoadedModel& loaded = *models_.at(id);
-    const GpuMeasurement& measurement = measured[record.device.value - 1];
-    v1::ModelStatus& shown = *status.add_models();
-    shown = ModelStatusOf(record, loaded.checkpoint.layout, measurement, records, probe, now);
-    shown.set_device_uuid(records.devices.at(record.device).uuid);
-    shown.set_epoch(options_.identity.epoch);
-    if (record.state == ModelState::kRegistering && loaded.checkpoint.layout.payload_bytes > 0) {
-      shown.set_progress(static_cast<double>(loaded.loaded_bytes) /
-                         static_cast<double>(loaded.checkpoint.layout.payload_bytes));
-    }
-  }
-  std::sort(status.mutable_models()->begin(), status.mutable_models()->end(),
-            [](const v1::ModelStatus& a, const v1::ModelStatus& b) { return a.name() < b.name(); });
-  return status;
-}
-
-uint64_t Broker::Watch(std::function<void()> changed) {
-  const uint64_t watcher = next_watcher_++;
-  watchers_.emplace(watcher, std::move(changed));
-  return watcher;
-}
-
-void Broker::Unwatch(uint64_t watcher) { watchers_.erase(watcher); }
-
-void Broker::Changed() {
-  for (const auto& [watcher, changed] : watchers_) changed();
 }
 
 }  // namespace residency

@@ -99,6 +99,7 @@ class Broker {
   Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus, std::unique_ptr<Loader> loader);
 
   RequestId Expect(Done done);
+  RequestId Ask(RequestId request, const Event& event);
   void Answer(const Reply& reply);
   void Feed(const Event& event);
   void Changed();

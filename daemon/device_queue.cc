@@ -18,8 +18,8 @@ const std::string& NameOf(const DeviceQueue::Request& request) {
   return std::visit([](const auto& r) -> const std::string& { return r.name; }, request);
 }
 
-void DeviceQueue::Add(Request request) {
-  waiting_.push_back(std::move(request));
+void DeviceQueue::Add(Request request, ModelId model) {
+  waiting_.push_back({std::move(request), model});
   Pump();
 }
 
@@ -27,11 +27,15 @@ bool DeviceQueue::GiveUp(RequestId request, const absl::Status& status) {
   if (job_.has_value() && !job_->replied && RequestOf(job_->request) == request) {
     ReplyNow(status);
     // Nobody is there to take a lease.
-    if (auto* activate = std::get_if<ActivateRequested>(&job_->request)) activate->session = SessionId{};
+    if (auto* activate = std::get_if<ActivateRequested>(&job_->request)) {
+      activate->session = SessionId{};
+    } else if (job_->phase == Phase::kRevoking) {
+      TakeBack();
+    }
     return true;
   }
   const auto found = std::find_if(waiting_.begin(), waiting_.end(),
-                                  [&](const Request& waiting) { return RequestOf(waiting) == request; });
+                                  [&](const Waiting& waiting) { return RequestOf(waiting.request) == request; });
   if (found == waiting_.end()) return false;
   waiting_.erase(found);
   Emit(Reply{request, status, {}});
@@ -42,17 +46,15 @@ void DeviceQueue::Pump() {
   // A request that is answered at once ends in Finish, which pumps; the loop below goes on then.
   if (std::exchange(pumping_, true)) return;
   while (!job_.has_value() && !waiting_.empty()) {
-    Job job{.request = std::move(waiting_.front()), .began = context_.now};
+    Waiting next = std::move(waiting_.front());
     waiting_.pop_front();
-    job_ = std::move(job);
-    // The name may have changed hands while the request waited.
-    const auto model = records_.GetModel(NameOf(job_->request));
-    if (!model.ok()) {
-      ReplyNow(model.status());
+    job_ = Job{.request = std::move(next.request), .began = context_.now, .model = next.model};
+    if (!records_.models.contains(next.model)) {
+      ReplyNow(Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL",
+                      absl::StrCat(NameOf(job_->request), " was unloaded while the request waited")));
       Finish();
       continue;
     }
-    job_->model = (*model)->id;
     std::visit([this](const auto& request) { Start(request); }, Request(job_->request));
   }
   pumping_ = false;
@@ -87,6 +89,8 @@ void DeviceQueue::Start(const ActivateRequested& request) {
 
 void DeviceQueue::On(const DeviceMeasured& event) {
   if (!job_.has_value() || job_->phase != Phase::kMeasuring) return;
+  // Whoever gave up meanwhile evicts nobody.
+  if (job_->replied) return Finish();
   if (!event.status.ok()) {
     ReplyNow(event.status);
     return Finish();
@@ -162,6 +166,7 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
     model.Apply(event.broken ? ModelChange::kBroke : ModelChange::kActivationUndone);
     model.claimed_device_bytes = 0;
     model.last_error = event.status;
+    job_->pooled = true;
     ReplyNow(event.status);
     return Finish();
   }
@@ -218,184 +223,6 @@ void DeviceQueue::SendCells(LeaseRecord& lease) {
   Emit(Effect(residency::SendCells{lease.id, lease.generation}));
 }
 
-// ---- Taking a model off: deactivation, eviction, unload. ----
-
-void DeviceQueue::Start(const DeactivateRequested& request) {
-  ModelRecord& model = Model(job_->model);
-  if (model.state == ModelState::kActive) return Clear(model.id);
-  if (model.state == ModelState::kInactive) {
-    ReplyNow(absl::OkStatus(), DeactivateOutcome{});
-  } else {
-    ReplyNow(Refuse(absl::StatusCode::kFailedPrecondition,
-                    model.state == ModelState::kBroken ? "BROKEN" : "REGISTERING",
-                    absl::StrCat(model.name, " is ", std::string(ModelStateName(model.state)))));
-  }
-  Finish();
-}
-
-void DeviceQueue::Start(const UnloadRequested& request) {
-  ModelRecord& model = Model(job_->model);
-  if (model.state == ModelState::kActive) return Clear(model.id);
-  DropModelNow();
-}
-
-void DeviceQueue::Clear(ModelId id) {
-  ModelRecord& model = Model(id);
-  job_->clearing = id;
-  const auto* deactivate = std::get_if<DeactivateRequested>(&job_->request);
-  const bool drains = deactivate != nullptr && deactivate->drain > absl::ZeroDuration();
-  std::vector<LeaseId> live;
-  std::vector<LeaseId> waits;
-  std::vector<LeaseId> leaving;
-  for (const LeaseRecord* lease : records_.LeasesOf(id)) {
-    if (lease->state == LeaseState::kLive) live.push_back(lease->id);
-    if (lease->state != LeaseState::kLive && lease->holds_cells()) {
-      (lease->release ? leaving : waits).push_back(lease->id);
-    }
-  }
-  model.Apply(ModelChange::kDeactivationBegan);
-  // A client that is just mapping is about to use what it asked for; one that is leaving is waited for.
-  if (!waits.empty() && !drains) return NotCleared(records_.InUse(model.name, waits, context_.now));
-  if (live.empty() && waits.empty() && leaving.empty()) return Unmap(id);
-  job_->phase = Phase::kClosing;
-  release_timer_ = SetTimer(drains ? deactivate->drain : kReleaseDeadline);
-  Emit(CloseUseWords{id, std::move(live), !drains});
-}
-
-void DeviceQueue::On(const UseWordsClosed& event) {
-  if (!job_.has_value() || job_->phase != Phase::kClosing || job_->clearing != event.model) return;
-  ModelRecord& model = Model(event.model);
-  if (!event.in_use.empty()) return NotCleared(records_.InUse(model.name, event.in_use, context_.now));
-  job_->phase = Phase::kRevoking;
-  for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
-    if (lease->state != LeaseState::kLive) continue;
-    lease->state = LeaseState::kRevoking;
-    Emit(RevokeLease{lease->id, lease->generation});
-  }
-  CheckRevoked();
-}
-
-void DeviceQueue::OnLeaseLet(ModelId model) {
-  if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) return CheckRevoked();
-  // It came too late for the revocation that asked for it, and the model stayed: it gets its cells back.
-  for (LeaseRecord* lease : records_.LeasesOf(model)) {
-    const bool lost = lease->state == LeaseState::kRevoked && !lease->release;
-    if (lost && Model(model).state == ModelState::kActive) SendCells(*lease);
-  }
-}
-
-void DeviceQueue::OnLeaseLive(ModelId model) {
-  if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) CheckRevoked();
-}
-
-void DeviceQueue::CheckRevoked() {
-  // A lease that became live while others were being closed is closed in its turn.
-  std::vector<LeaseId> live;
-  for (const LeaseRecord* lease : records_.LeasesOf(job_->clearing)) {
-    if (lease->state == LeaseState::kLive) live.push_back(lease->id);
-  }
-  if (!live.empty()) {
-    job_->phase = Phase::kClosing;
-    Emit(CloseUseWords{job_->clearing, std::move(live), false});
-    return;
-  }
-  const std::vector<LeaseRecord*> leases = records_.LeasesOf(job_->clearing);
-  if (std::any_of(leases.begin(), leases.end(), [](const LeaseRecord* lease) { return lease->holds_cells(); })) return;
-  Unmap(job_->clearing);
-}
-
-bool DeviceQueue::On(const TimerFired& event) {
-  if (event.timer == pool_timer_) {
-    // A job that runs may be about to take those cells; the next one that ends sets the timer again.
-    if (!job_.has_value()) Emit(TrimPool{device_});
-    return true;
-  }
-  if (event.timer != release_timer_) return false;
-  if (!job_.has_value() || (job_->phase != Phase::kRevoking && job_->phase != Phase::kClosing)) return true;
-  std::vector<LeaseId> held;
-  for (const LeaseRecord* lease : records_.LeasesOf(job_->clearing)) {
-    if (lease->state == LeaseState::kRevoking) held.push_back(lease->id);
-  }
-  job_->phase = Phase::kReopening;
-  Emit(ReopenUseWords{job_->clearing, std::move(held)});
-  return true;
-}
-
-void DeviceQueue::On(const UseWordsReopened& event) {
-  if (!job_.has_value() || job_->phase != Phase::kReopening || job_->clearing != event.model) return;
-  std::vector<LeaseId> holders;
-  for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
-    if (lease->holds_cells()) holders.push_back(lease->id);
-    const bool taken = std::find(event.taken.begin(), event.taken.end(), lease->id) != event.taken.end();
-    if (lease->state == LeaseState::kRevoking && !taken) lease->state = LeaseState::kLive;
-  }
-  NotCleared(records_.InUse(Model(event.model).name, holders, context_.now));
-}
-
-void DeviceQueue::NotCleared(const absl::Status& status) {
-  const ModelId id = job_->clearing;
-  Model(id).Apply(ModelChange::kDeactivationUndone);
-  ReplyNow(status);
-  for (LeaseRecord* lease : records_.LeasesOf(id)) {
-    if (lease->state == LeaseState::kRevoked && !lease->release) SendCells(*lease);
-  }
-  Finish();
-}
-
-void DeviceQueue::Unmap(ModelId id) {
-  job_->phase = Phase::kUnmapping;
-  Emit(RealizePlan{id, NoneResident(Model(id).layout)});
-}
-
-void DeviceQueue::On(const PlanRealized& event) {
-  if (!job_.has_value()) return;
-  if (job_->phase == Phase::kFilling && job_->model == event.model) return FinishActivation(event);
-  if (job_->phase == Phase::kUnmapping && job_->clearing == event.model) return Cleared(event);
-}
-
-void DeviceQueue::Cleared(const PlanRealized& event) {
-  ModelRecord& model = Model(event.model);
-  const bool unloading = std::holds_alternative<UnloadRequested>(job_->request);
-  if (!event.status.ok()) {
-    model.last_error = event.status;
-    if (!event.broken && !unloading) return NotCleared(event.status);
-    model.Apply(ModelChange::kBroke);
-    if (unloading) return DropModelNow();
-    ReplyNow(event.status);
-    return Finish();
-  }
-  model.Apply(ModelChange::kDeactivated);
-  model.claimed_device_bytes = 0;
-  if (unloading) return DropModelNow();
-  if (std::holds_alternative<DeactivateRequested>(job_->request)) {
-    ReplyNow(absl::OkStatus(), DeactivateOutcome{event.pooled_bytes, event.freed_bytes, event.copied_to_host_bytes,
-                                                 context_.now - job_->began});
-    return Finish();
-  }
-  // A victim is gone; what is free now is measured again rather than computed.
-  job_->evicted.push_back(model.name);
-  job_->phase = Phase::kMeasuring;
-  Emit(MeasureDevice{device_});
-}
-
-void DeviceQueue::DropModelNow() {
-  job_->phase = Phase::kDropping;
-  for (const LeaseRecord* lease : records_.LeasesOf(job_->model)) {
-    Emit(EndLease{lease->id, "UNLOADED"});
-    if (lease->release) Emit(Reply{lease->release, absl::OkStatus(), {}});
-  }
-  std::erase_if(records_.leases, [this](const auto& entry) { return entry.second.model == job_->model; });
-  Emit(DropModel{job_->model});
-}
-
-void DeviceQueue::On(const ModelDropped& event) {
-  if (!job_.has_value() || job_->phase != Phase::kDropping || job_->model != event.model) return;
-  Model(event.model).Apply(ModelChange::kUnloaded);
-  records_.models.erase(event.model);
-  ReplyNow(absl::OkStatus(), UnloadOutcome{event.host_bytes, event.device_bytes});
-  Finish();
-}
-
 // ---- Verify. ----
 
 void DeviceQueue::Start(const VerifyRequested& request) {
@@ -433,11 +260,14 @@ void DeviceQueue::ReplyNow(absl::Status status, decltype(Reply::outcome) outcome
 }
 
 void DeviceQueue::Finish() {
+  const bool pooled = job_->pooled || std::exchange(trim_missed_, false);
   job_.reset();
   if (release_timer_)
     Emit(Effect(residency::SetTimer{std::exchange(release_timer_, TimerId{}), absl::InfiniteFuture()}));
-  if (pool_timer_) Emit(Effect(residency::SetTimer{pool_timer_, absl::InfiniteFuture()}));
-  pool_timer_ = SetTimer(pool_idle_);
+  if (pooled) {
+    if (pool_timer_) Emit(Effect(residency::SetTimer{pool_timer_, absl::InfiniteFuture()}));
+    pool_timer_ = SetTimer(pool_idle_);
+  }
   Pump();
 }
 

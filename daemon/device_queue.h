@@ -46,10 +46,11 @@ class DeviceQueue {
   DeviceQueue& operator=(const DeviceQueue&) = delete;
 
   using Request = std::variant<ActivateRequested, DeactivateRequested, UnloadRequested, VerifyRequested>;
-  // Takes the request up now or when those before it are done.
-  void Add(Request request);
-  // Replies to `request` with `status` where it waits or runs here. A transition that has begun goes on, for
-  // nobody.
+  // Takes the request about `model` up now or when those before it are done. The model is meant, not its name, which
+  // may have changed hands by then.
+  void Add(Request request, ModelId model);
+  // Replies to `request` with `status` where it waits or runs here. Leases that are being asked back for it are left
+  // alone again; bytes that have begun to move go on, for nobody.
   bool GiveUp(RequestId request, const absl::Status& status);
 
   void On(const DeviceMeasured& event);
@@ -72,6 +73,10 @@ class DeviceQueue {
 
  private:
   enum class Phase { kMeasuring, kClosing, kRevoking, kReopening, kUnmapping, kFilling, kVerifying, kDropping };
+  struct Waiting {
+    Request request;
+    ModelId model;
+  };
   struct Job {
     Request request;
     Phase phase = Phase::kMeasuring;
@@ -81,6 +86,7 @@ class DeviceQueue {
     std::vector<ModelId> victims;  // still to be taken off
     std::vector<std::string> evicted;
     bool replied = false;
+    bool pooled = false;  // cells went to the pool
   };
 
   void Pump();
@@ -93,6 +99,7 @@ class DeviceQueue {
   void Clear(ModelId model);
   void Unmap(ModelId model);
   void CheckRevoked();
+  void TakeBack();
   void NotCleared(const absl::Status& status);
   void Cleared(const PlanRealized& event);
   void DropModelNow();
@@ -111,11 +118,12 @@ class DeviceQueue {
   const absl::Duration pool_idle_;
   Records& records_;
   Context& context_;
-  std::deque<Request> waiting_;
+  std::deque<Waiting> waiting_;
   std::optional<Job> job_;
   bool pumping_ = false;
   TimerId release_timer_;
   TimerId pool_timer_;
+  bool trim_missed_ = false;  // the timer fired while a job ran
 };
 
 RequestId RequestOf(const DeviceQueue::Request& request);

@@ -170,10 +170,11 @@ struct LeaseReleased {
   uint64_t generation = 0;
 };
 
-// The client could not map; it holds nothing.
+// The client could not map, or the daemon could not hand over; the client holds nothing.
 struct LeaseFailed {
   LeaseId lease;
   absl::Status status;
+  bool by_client = false;  // then `status` is the client's word
 };
 
 using Event = std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
@@ -296,7 +297,8 @@ struct RevokeLease {
 // Forgets the lease and tells its session, if that is still there.
 struct EndLease {
   LeaseId lease;
-  std::string reason;
+  std::string reason;   // RELEASED, UNLOADED, SESSION_ENDED, or why it failed
+  std::string message;  // empty where the reason says all
 };
 // -> TimerFired, unless the timer is set again or cleared first (`at` infinite).
 struct SetTimer {

@@ -21,6 +21,8 @@ absl::StatusOr<std::unique_ptr<Gpu>> Gpu::Open(const Driver& driver, int ordinal
   if (!device.ok()) return device.status();
   absl::Status usable = (*device)->Probe();
   if (ReasonOf(usable) == "DEVICE_LOST") return usable;
+  // A card that others have filled says nothing about what it can do; its activations are refused for room.
+  if (ReasonOf(usable) == "GPU_MEMORY") usable = absl::OkStatus();
   std::unique_ptr<Gpu> gpu(new Gpu(id, decision, *std::move(device), std::move(usable)));
   gpu->pool_ = std::make_unique<CellPool>(*gpu->device_);
   auto digester = Digester::Create(*gpu->device_);
@@ -126,7 +128,10 @@ absl::StatusOr<std::vector<CellToSend>> ExportAll(Arena& arena, const Layout& la
     const auto descriptor = arena.Descriptor(index);
     if (!descriptor.ok()) return descriptor.status();
     UniqueFd copy(fcntl(*descriptor, F_DUPFD_CLOEXEC, 0));
-    if (!copy.valid()) return ErrnoStatus(errno, "duplicating a cell's descriptor");
+    if (!copy.valid()) {
+      const absl::Status status = ErrnoStatus(errno, "duplicating a cell's descriptor");
+      return Refuse(status.code(), "DESCRIPTOR_LIMIT", std::string(status.message()));
+    }
     const LayoutCell& place = layout.cells[index];
     cells.push_back({index, place.device_offset, place.bytes, std::move(copy)});
   }
@@ -148,10 +153,13 @@ void Gpu::Trim() {
   loop_->Post([this] { pool_->Trim(); });
 }
 
-void Gpu::Measure(std::function<void(GpuMeasurement)> done) {
+void Gpu::Measure(std::function<void(GpuMeasurement)> done) { MeasureOn(*gauge_, std::move(done)); }
+void Gpu::MeasureInOrder(std::function<void(GpuMeasurement)> done) { MeasureOn(*loop_, std::move(done)); }
+
+void Gpu::MeasureOn(Loop& loop, std::function<void(GpuMeasurement)> done) {
   std::map<ModelId, const Arena*> arenas;
   for (const auto& [model, arena] : arenas_) arenas.emplace(model, arena.get());
-  gauge_->Post([this, arenas = std::move(arenas), done = std::move(done)] {
+  loop.Post([this, arenas = std::move(arenas), done = std::move(done)] {
     GpuMeasurement measurement = MeasureNow(arenas);
     decision_.Post([measurement = std::move(measurement), done] { done(measurement); });
   });

@@ -67,12 +67,15 @@ class Gpu {
   void Export(ModelId model, const Layout& layout, std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done);
   void Trim();
 
-  // Asks the driver, on the gauge.
+  // Asks the driver, on the gauge: what is there now, perhaps in the middle of a transition.
   void Measure(std::function<void(GpuMeasurement)> done);
+  // Asks the driver, on the device loop: what is there when all that was told before is done. For decisions.
+  void MeasureInOrder(std::function<void(GpuMeasurement)> done);
 
  private:
   Gpu(DeviceId id, Loop& decision, std::unique_ptr<Device> device, absl::Status usable)
       : id_(id), decision_(decision), device_(std::move(device)), usable_(std::move(usable)) {}
+  void MeasureOn(Loop& loop, std::function<void(GpuMeasurement)> done);
   GpuMeasurement MeasureNow(const std::map<ModelId, const Arena*>& arenas) const;
 
   const DeviceId id_;

@@ -20,7 +20,7 @@ using ModelId = Id<struct ModelTag>;
 using LeaseId = Id<struct LeaseTag>;
 using SessionId = Id<struct SessionTag>;  // the wire's 128 random bits name the same session
 using RequestId = Id<struct RequestTag>;
-using DeviceId = Id<struct DeviceTag>;  // 1 for the first device, by UUID
+using DeviceId = Id<struct DeviceTag>;  // 1 for the first device in the driver's order; its UUID is the key outside
 using TimerId = Id<struct TimerTag>;
 
 }  // namespace residency

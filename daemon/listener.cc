@@ -29,6 +29,7 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::Open(Loop& loop, const std::
 }
 
 Listener::~Listener() {
+  loop_.CancelTimer(retry_timer_);
   loop_.Unwatch(socket_.get());
   (void)unlink(path_.c_str());
 }
@@ -41,8 +42,8 @@ void Listener::Accept() {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       spdlog::warn("accept on {}: {}", path_, ErrnoStatus(errno, "accept4").ToString());
       loop_.Unwatch(socket_.get());
-      loop_.At(MonotonicNow() + kRetryAfterExhaustion,
-               [this] { (void)loop_.Watch(socket_.get(), EPOLLIN, [this](uint32_t) { Accept(); }); });
+      retry_timer_ = loop_.At(MonotonicNow() + kRetryAfterExhaustion,
+                              [this] { (void)loop_.Watch(socket_.get(), EPOLLIN, [this](uint32_t) { Accept(); }); });
       return;
     }
     const auto peer = PeerCredentials(connection.get());

@@ -38,6 +38,7 @@ class Listener {
   const std::string path_;
   UniqueFd socket_;
   Accepted accepted_;
+  uint64_t retry_timer_ = 0;
 };
 
 }  // namespace residency

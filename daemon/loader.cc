@@ -55,6 +55,13 @@ absl::StatusOr<std::unique_ptr<Loader>> Loader::Start(Loop& decision, uint64_t c
 
 Loader::~Loader() { stopping_ = true; }
 
+void Loader::Run(Loop::Task work, Loop::Task done) {
+  NextWorker().Post([this, work = std::move(work), done = std::move(done)]() mutable {
+    work();
+    decision_.Post(std::move(done));
+  });
+}
+
 Loop& Loader::NextWorker() { return *workers_[next_worker_++ % workers_.size()]; }
 
 void Loader::ReadHeaders(std::string source, std::vector<ComponentSource> components, uint64_t granule_bytes,

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -45,9 +46,17 @@ class Loader {
                     std::function<void(uint64_t bytes_done)> progress,
                     std::function<void(absl::StatusOr<std::vector<Mirror>>)> done);
 
+  // Destroys `what` on a worker, then calls `done`.
+  template <typename T>
+  void Discard(std::unique_ptr<T> what, Loop::Task done) {
+    Run([what = std::move(what)]() mutable { what.reset(); }, std::move(done));
+  }
+
  private:
   explicit Loader(Loop& decision, uint64_t cell_bytes) : decision_(decision), cell_bytes_(cell_bytes) {}
   Loop& NextWorker();
+  // Runs `work` on a worker, then `done` on the decision loop.
+  void Run(Loop::Task work, Loop::Task done);
 
   Loop& decision_;
   const uint64_t cell_bytes_;

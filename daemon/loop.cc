@@ -84,6 +84,7 @@ void Loop::Unwatch(int fd) {
 }
 
 void Loop::Run() {
+  thread_id_ = std::this_thread::get_id();
   while (true) {
     {
       std::lock_guard lock(mutex_);

@@ -6,6 +6,7 @@
 #ifndef RESIDENCY_DAEMON_LOOP_H_
 #define RESIDENCY_DAEMON_LOOP_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -55,7 +56,7 @@ class Loop {
   absl::Status Watch(int fd, uint32_t events, absl::AnyInvocable<void(uint32_t)> handler);
   void Unwatch(int fd);
 
-  bool on_loop() const { return std::this_thread::get_id() == thread_.get_id(); }
+  bool on_loop() const { return std::this_thread::get_id() == thread_id_.load(); }
 
  private:
   Loop(UniqueFd epoll, UniqueFd wake) : epoll_(std::move(epoll)), wake_(std::move(wake)) {}
@@ -78,8 +79,9 @@ class Loop {
   uint64_t next_token_ = 1;
 
   std::mutex mutex_;
-  std::vector<Task> posted_;  // under mutex_
-  bool stopping_ = false;     // under mutex_
+  std::vector<Task> posted_;                // under mutex_
+  bool stopping_ = false;                   // under mutex_
+  std::atomic<std::thread::id> thread_id_;  // of thread_, which Stop ends while others ask
   std::thread thread_;
 };
 

@@ -28,10 +28,14 @@ std::string DefaultRuntimeDir() {
   if (const char* base = std::getenv("XDG_RUNTIME_DIR"); base != nullptr && *base != '\0') {
     return absl::StrCat(base, "/residency");
   }
-  return absl::StrCat("/tmp/residency-", geteuid());
+  return "";
 }
 
 absl::StatusOr<UniqueFd> ClaimRuntimeDir(const std::string& path) {
+  if (path.empty()) {
+    return Refuse(absl::StatusCode::kInvalidArgument, "NO_RUNTIME_DIR",
+                  "$XDG_RUNTIME_DIR is not set; say with --runtime_dir where the sockets are to be");
+  }
   if (path.size() + sizeof("/pages.sock") - 1 > kMaxSocketPathBytes) {
     return Refuse(absl::StatusCode::kInvalidArgument, "PATH_TOO_LONG",
                   absl::StrCat("the runtime directory '", path, "' is too long: a socket's path has at most ",

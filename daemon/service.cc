@@ -14,6 +14,8 @@ namespace residency {
 namespace {
 
 constexpr size_t kMaxNameBytes = 128;
+// Requests about a GPU wait for each other, so nobody may hold it up for ever.
+constexpr absl::Duration kMaxDrain = absl::Hours(1);
 // gRPC's default limit on a message is 4 MiB on the receiving side.
 constexpr size_t kTensorsMessageBytes = 1 << 20;
 
@@ -181,6 +183,11 @@ grpc::ServerUnaryReactor* Service::Deactivate(grpc::CallbackServerContext* conte
   return UnaryCall::Start(loop_, [this, request, response](UnaryCall& call) {
     const auto drain = DurationOf(request->drain(), "drain");
     if (!drain.ok()) return call.End(drain.status());
+    if (*drain > kMaxDrain) {
+      return call.End(Refuse(
+          absl::StatusCode::kInvalidArgument, "BAD_DURATION",
+          absl::StrCat("drain is ", absl::FormatDuration(*drain), "; at most ", absl::FormatDuration(kMaxDrain))));
+    }
     const RequestId id = broker_.Deactivate(request->model(), *drain, [&call, response](const Reply& reply) {
       if (const auto* outcome = std::get_if<DeactivateOutcome>(&reply.outcome)) {
         response->set_pooled_bytes(outcome->pooled_bytes);

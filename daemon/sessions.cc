@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "mechanisms/refusal.h"
 
@@ -19,6 +20,8 @@ namespace {
 constexpr uint32_t kProtocolVersion = 1;
 constexpr absl::Duration kHelloDeadline = absl::Seconds(5);
 constexpr size_t kMaxClientNameBytes = 64;
+// Then it is the turn of others; the loop comes back for what is left.
+constexpr int kPacketsInTurn = 64;
 
 absl::Status ProtocolError(std::string_view message) {
   return Refuse(absl::StatusCode::kInvalidArgument, "PROTOCOL", message);
@@ -89,7 +92,7 @@ void Sessions::OnReadable(SessionId id, uint32_t events) {
     if (auto status = session.channel.Flush(); !status.ok()) return HangUp(id, status);
     if (!session.channel.wants_write()) WatchChannel(session);
   }
-  while (true) {
+  for (int i = 0; i < kPacketsInTurn; ++i) {
     const auto found = sessions_.find(id);
     if (found == sessions_.end() || found->second.hung_up) return;
     auto packet = found->second.channel.Receive();
@@ -177,7 +180,8 @@ absl::Status Sessions::OnCellsMapped(Session& session, const v1::CellsMapped& ma
   auto lease = LeaseOf(session, id);
   if (!lease.ok()) return lease.status();
   if (*lease != nullptr) {
-    (*lease)->mapped_bytes += packet.bytes;
+    for (size_t i = 0; i < packet.cells.size(); ++i) (*lease)->mapped[packet.cells[i]] = packet.bytes[i];
+    (*lease)->packets -= 1;
     if (packet.last) tell_(LeaseMapped{id, packet.generation});
   }
   Pump(session);
@@ -189,11 +193,17 @@ absl::Status Sessions::OnReleased(Session& session, const v1::Released& released
   auto lease = LeaseOf(session, id);
   if (!lease.ok()) return lease.status();
   if (*lease == nullptr) return absl::OkStatus();
+  // The answer to a Revoke that was taken back and given again.
+  if (released.generation() < (*lease)->generation) return absl::OkStatus();
+  if (released.generation() > (*lease)->generation || (*lease)->packets > 0) {
+    return ProtocolError(absl::StrCat("generation ", released.generation(), " of lease ", id.value,
+                                      " was released before it was all acknowledged"));
+  }
   for (uint32_t cell : released.cells()) {
     if ((*lease)->held.erase(cell) == 0) {
       return ProtocolError(absl::StrCat("cell ", cell, " of lease ", id.value, " was released, but not held"));
     }
-    (*lease)->mapped_bytes -= std::exchange((*lease)->bytes_of[cell], 0);
+    (*lease)->mapped.erase(cell);
   }
   if ((*lease)->held.empty()) tell_(LeaseReleased{id, released.generation()});
   return absl::OkStatus();
@@ -205,8 +215,11 @@ absl::Status Sessions::OnLeaseFailed(Session& session, const v1::LeaseFailed& fa
   if (!lease.ok()) return lease.status();
   if (*lease == nullptr) return absl::OkStatus();
   (*lease)->held.clear();
-  tell_(LeaseFailed{id, Refuse(absl::StatusCode::kAborted, failed.reason().empty() ? "LEASE_FAILED" : failed.reason(),
-                               absl::StrCat("pid ", session.peer.pid, " could not map: ", failed.message()))});
+  const absl::Status status =
+      Refuse(absl::StatusCode::kAborted, failed.reason().empty() ? "LEASE_FAILED" : failed.reason(),
+             absl::StrCat("pid ", session.peer.pid, " could not map: ", failed.message()));
+  spdlog::warn("lease {} failed: {}", id.value, absl::CEscape(status.message()));
+  tell_(LeaseFailed{id, status, /*by_client=*/true});
   return absl::OkStatus();
 }
 
@@ -219,13 +232,15 @@ absl::Status Sessions::Send(Session& session, const v1::DaemonPacket& packet, st
   return absl::OkStatus();
 }
 
-absl::Status Sessions::GrantLease(SessionId id, const v1::LeaseGranted& grant) {
+void Sessions::GrantLease(SessionId id, const v1::LeaseGranted& grant) {
   const auto session = sessions_.find(id);
-  if (session == sessions_.end() || session->second.hung_up) return absl::OkStatus();
+  if (session == sessions_.end() || session->second.hung_up) return;
   auto page = MakeUseWordPage();
-  if (!page.ok()) return page.status();
-  auto mapping = UseWordMapping::Map(page->get());
-  if (!mapping.ok()) return mapping.status();
+  auto mapping = page.ok() ? UseWordMapping::Map(page->get()) : absl::StatusOr<UseWordMapping>(page.status());
+  if (!mapping.ok()) {
+    loop_.Post([this, id, status = mapping.status()] { HangUp(id, status); });
+    return;
+  }
   const UseWord word = mapping->word();
   const LeaseId lease{grant.lease_id()};
   const int descriptor = page->get();
@@ -236,7 +251,6 @@ absl::Status Sessions::GrantLease(SessionId id, const v1::LeaseGranted& grant) {
   if (auto status = Send(session->second, packet, {&descriptor, 1}); !status.ok()) {
     loop_.Post([this, id, status] { HangUp(id, status); });
   }
-  return absl::OkStatus();
 }
 
 void Sessions::SendCells(LeaseId id, uint64_t generation, std::vector<CellToSend> cells) {
@@ -244,6 +258,7 @@ void Sessions::SendCells(LeaseId id, uint64_t generation, std::vector<CellToSend
   if (lease == leases_.end()) return;
   Session& session = sessions_.at(lease->second.session);
   if (session.hung_up) return;
+  lease->second.generation = generation;
   size_t next = 0;
   // A model without any cell is one empty packet, so that its word opens too.
   do {
@@ -260,11 +275,11 @@ void Sessions::SendCells(LeaseId id, uint64_t generation, std::vector<CellToSend
       cell.set_bytes(cells[next].bytes);
       queued.descriptors.push_back(std::move(cells[next].descriptor));
       queued.what.cells.push_back(cells[next].index);
-      queued.what.bytes += cells[next].bytes;
-      lease->second.bytes_of[cells[next].index] = cells[next].bytes;
+      queued.what.bytes.push_back(cells[next].bytes);
     }
     queued.what.last = next == cells.size();
     message.set_last(queued.what.last);
+    lease->second.packets += 1;
     session.queued.push_back(std::move(queued));
   } while (next < cells.size());
   Pump(session);
@@ -302,7 +317,7 @@ void Sessions::Revoke(LeaseId id, uint64_t generation) {
   }
 }
 
-void Sessions::EndLease(LeaseId id, const std::string& reason) {
+void Sessions::EndLease(LeaseId id, const std::string& reason, const std::string& message) {
   const auto lease = leases_.find(id);
   if (lease == leases_.end()) return;
   const auto session = sessions_.find(lease->second.session);
@@ -314,6 +329,7 @@ void Sessions::EndLease(LeaseId id, const std::string& reason) {
   v1::DaemonPacket packet;
   packet.mutable_lease_ended()->set_lease_id(id.value);
   packet.mutable_lease_ended()->set_reason(reason);
+  packet.mutable_lease_ended()->set_message(message);
   if (auto status = Send(session->second, packet); !status.ok()) {
     loop_.Post([this, session_id = session->first, status] { HangUp(session_id, status); });
   }
@@ -326,7 +342,10 @@ UseWord* Sessions::Word(LeaseId lease) {
 
 uint64_t Sessions::mapped_bytes(LeaseId lease) const {
   const auto found = leases_.find(lease);
-  return found == leases_.end() ? 0 : found->second.mapped_bytes;
+  if (found == leases_.end()) return 0;
+  uint64_t total_bytes = 0;
+  for (const auto& [cell, bytes] : found->second.mapped) total_bytes += bytes;
+  return total_bytes;
 }
 
 // ---- The end. ----

@@ -55,11 +55,12 @@ class Sessions {
   // `peer`'s process and user, NOT_FOUND/NO_SUCH_SESSION.
   absl::StatusOr<SessionId> Find(const std::string& wire_id, const PeerIdentity& peer) const;
 
-  // Effects of the core. A lease or session that is gone makes them do nothing.
-  absl::Status GrantLease(SessionId session, const v1::LeaseGranted& grant);
+  // Effects of the core. A lease or session that is gone makes them do nothing; a session for which there are no
+  // descriptors or memory left ends.
+  void GrantLease(SessionId session, const v1::LeaseGranted& grant);
   void SendCells(LeaseId lease, uint64_t generation, std::vector<CellToSend> cells);
   void Revoke(LeaseId lease, uint64_t generation);
-  void EndLease(LeaseId lease, const std::string& reason);
+  void EndLease(LeaseId lease, const std::string& reason, const std::string& message);
 
   // The use word of a lease, or nullptr.
   UseWord* Word(LeaseId lease);
@@ -71,7 +72,7 @@ class Sessions {
     LeaseId lease;
     uint64_t generation = 0;
     std::vector<uint32_t> cells;
-    uint64_t bytes = 0;
+    std::vector<uint64_t> bytes;  // of each
     bool last = false;
   };
   struct QueuedCells {
@@ -97,9 +98,10 @@ class Sessions {
     UniqueFd page;
     UseWordMapping mapping;
     UseWord word;
-    std::set<uint32_t> held;  // cells that the client may have mapped: sent, and not released
-    uint64_t mapped_bytes = 0;
-    std::map<uint32_t, uint64_t> bytes_of;  // of the cells acknowledged
+    uint64_t generation = 0;              // sent last, or on its way
+    uint32_t packets = 0;                 // of it that are not acknowledged yet
+    std::set<uint32_t> held;              // cells that the client may have mapped: sent, and not released
+    std::map<uint32_t, uint64_t> mapped;  // bytes of the cells acknowledged
   };
 
   void OnReadable(SessionId id, uint32_t events);

@@ -158,8 +158,13 @@ absl::Status Arena::CheckCells(const std::vector<uint32_t>& cells, std::span<con
                                uint64_t& verified_cells, uint64_t& refilled_cells) {
   auto wrong = FindWrong(cells, sources);
   if (!wrong.ok()) return wrong.status();
+  absl::Status refilled;
   for (uint32_t cell : *wrong) {
-    if (auto status = Fill(cell, sources); !status.ok()) return status;
+    if (refilled = Fill(cell, sources); !refilled.ok()) break;
+  }
+  if (!refilled.ok()) {
+    (void)device_.Synchronize(stream_);
+    return refilled;
   }
   auto still_wrong = FindWrong(*wrong, sources);
   if (!still_wrong.ok()) return still_wrong.status();
@@ -181,7 +186,8 @@ absl::StatusOr<VerifyReport> Arena::Verify(std::span<const Source* const> source
   VerifyReport report;
   report.absent_cells = layout_.cells.size() - cells.size();
   if (auto status = CheckCells(cells, sources, report.verified_cells, report.refilled_cells); !status.ok()) {
-    broken_ = true;
+    // Any other error says nothing about the bytes.
+    if (ReasonOf(status) == "VERIFY") broken_ = true;
     return status;
   }
   return report;

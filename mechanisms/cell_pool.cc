@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mechanisms/cell_pool.h"
 
+#include <iterator>
 #include <utility>
 
 #include "mechanisms/refusal.h"
@@ -14,8 +15,8 @@ absl::StatusOr<Cell> CellPool::Take(uint64_t bytes) {
     idle_bytes_ -= bytes;
     return cell;
   }
+  GiveBack(bytes);
   auto memory = device_.Create(bytes);
-  if (!memory.ok() && ReasonOf(memory.status()) == "GPU_MEMORY" && Trim() > 0) memory = device_.Create(bytes);
   if (!memory.ok()) return memory.status();
   return Cell{.memory = *std::move(memory), .descriptor = UniqueFd()};
 }
@@ -32,6 +33,20 @@ absl::Status CellPool::Export(Cell& cell) const {
   if (!descriptor.ok()) return descriptor.status();
   cell.descriptor = *std::move(descriptor);
   return absl::OkStatus();
+}
+
+void CellPool::GiveBack(uint64_t bytes) {
+  for (uint64_t given_bytes = 0; given_bytes < bytes && !idle_.empty();) {
+    // The largest first: the fewest calls.
+    const auto largest = std::prev(idle_.end());
+    if (largest->second.empty()) {
+      idle_.erase(largest);
+      continue;
+    }
+    given_bytes += largest->first;
+    idle_bytes_ -= largest->first;
+    largest->second.pop_back();
+  }
 }
 
 uint64_t CellPool::Trim() {

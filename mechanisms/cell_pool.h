@@ -29,9 +29,9 @@ class CellPool {
  public:
   explicit CellPool(const Device& device) : device_(device) {}
 
-  // A cell of exactly `bytes`: an idle one, else a new one. Where the device has no room for a new one,
-  // idle cells of other sizes go back to the driver first. What an idle cell holds is what its last model
-  // left there. RESOURCE_EXHAUSTED/GPU_MEMORY.
+  // A cell of exactly `bytes`: an idle one, else a new one, for which as many bytes of idle cells of other sizes go
+  // back to the driver first, so that idle cells are as good as free memory to whoever counts. What an idle cell
+  // holds is what its last model left there. RESOURCE_EXHAUSTED/GPU_MEMORY.
   absl::StatusOr<Cell> Take(uint64_t bytes);
   // Keeps a cell that is mapped nowhere in this process.
   void Put(Cell cell);
@@ -43,6 +43,8 @@ class CellPool {
   uint64_t Trim();
 
  private:
+  void GiveBack(uint64_t bytes);
+
   const Device& device_;
   std::map<uint64_t, std::vector<Cell>> idle_;  // by bytes; the last one in is the first one out
   std::atomic<uint64_t> idle_bytes_{0};

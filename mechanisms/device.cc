@@ -194,6 +194,8 @@ absl::StatusOr<MemoryInfo> Device::Memory() const {
 absl::Status Device::Probe() const {
   const uint64_t bytes = info_.granule_bytes;
   auto no_vmm = [](const absl::Status& status) {
+    // Neither says anything about what the GPU can do.
+    if (ReasonOf(status) == "DEVICE_LOST" || ReasonOf(status) == "GPU_MEMORY") return status;
     return Refuse(absl::StatusCode::kFailedPrecondition, "NO_VMM",
                   absl::StrCat("this GPU does not do virtual memory management: ", status.message()));
   };

@@ -124,7 +124,7 @@ class Device {
 
   // Tries, on one granule, every step that an activation and an attach need: reserve, create, map, set
   // access, copy, export, unmap, release. FAILED_PRECONDITION/NO_VMM, or NO_EXPORT where all but the
-  // export works; the message names the step and CUDA's code.
+  // export works; the message names the step and CUDA's code. GPU_MEMORY where the card is full, DEVICE_LOST.
   absl::Status Probe() const;
 
   // Physical memory: bytes a multiple of the granule, exportable as a descriptor, zeroed.

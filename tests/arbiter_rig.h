@@ -4,6 +4,7 @@
 #ifndef RESIDENCY_TESTS_ARBITER_RIG_H_
 #define RESIDENCY_TESTS_ARBITER_RIG_H_
 
+#include <stdexcept>
 #include <string>
 #include <variant>
 #include <vector>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <catch2/catch.hpp>
-#include <stdexcept>
 
 #include "mechanisms/refusal.h"
 #include "tests/arbiter_rig.h"
@@ -510,6 +510,141 @@ TEST_CASE("Idle cells go back to the driver once nothing has happened for a whil
   CHECK(timers.back().at == rig.now() + absl::Seconds(10));
   rig.Feed(TimerFired{timers.back().timer});
   CHECK(rig.Take<TrimPool>().size() == 1);
+}
+
+TEST_CASE("A broken model is unloaded only once its clients have let go") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.Feed(VerifyRequested{rig.NextRequest(), "a"});
+  rig.Feed(CellsVerified{.model = a, .status = absl::DataLossError("wrong"), .broken = true});
+  CHECK(rig.model(a).state == ModelState::kBroken);
+  rig.effects.clear();
+  rig.Feed(UnloadRequested{rig.NextRequest(), "a"});
+  CHECK_FALSE(rig.Has<DropModel>());
+  SECTION("one that is in use stays") {
+    rig.Feed(UseWordsClosed{a, {lease}});
+    CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+    CHECK(rig.model(a).state == ModelState::kBroken);
+  }
+  SECTION("one that is idle goes") {
+    rig.Feed(UseWordsClosed{a, {}});
+    rig.Feed(LeaseReleased{lease, 1});
+    rig.Realized(a);
+    CHECK(rig.Take<DropModel>().size() == 1);
+    rig.Feed(ModelDropped{a, kSize, 0});
+    CHECK(rig.OnlyReply().status.ok());
+  }
+}
+
+TEST_CASE("A drain that its caller gives up leaves the leases alone again, and the device is free for others") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.effects.clear();
+  const RequestId request = rig.Deactivate("a", absl::Hours(1));
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(RequestCancelled{request});
+  CHECK(rig.OnlyReply().status.code() == absl::StatusCode::kCancelled);
+  CHECK(rig.Take<ReopenUseWords>().at(0).leases == std::vector<LeaseId>{lease});
+  rig.Feed(UseWordsReopened{a, {}});
+  CHECK(rig.model(a).state == ModelState::kActive);
+  CHECK_FALSE(rig.arbiter().oldest_transition().has_value());
+  CHECK_FALSE(rig.Has<Reply>());
+}
+
+TEST_CASE("An activation that its caller gives up before anything moved evicts nobody") {
+  ArbiterRig rig(kSize + 2 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.Register("b", kSize);
+  rig.BringOn("a", a);
+  rig.effects.clear();
+  const RequestId request = rig.Activate("b");
+  rig.Feed(RequestCancelled{request});
+  rig.Measured();
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  CHECK(rig.model(a).state == ModelState::kActive);
+  CHECK(rig.Take<Reply>().size() == 1);
+}
+
+TEST_CASE("A request means the model that had the name when it came") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.Register("c", kSize);
+  rig.Activate("c");  // keeps the device busy
+  rig.Feed(UnloadRequested{rig.NextRequest(), "a"});
+  const RequestId late = rig.NextRequest();
+  rig.Feed(UnloadRequested{late, "a"});
+  rig.Measured(0, {});
+  rig.Realized(ModelId{a.value + 1});
+  rig.effects.clear();
+  rig.Feed(ModelDropped{a, kSize, 0});
+  const auto replies = rig.Take<Reply>();
+  REQUIRE(replies.size() == 2);
+  CHECK(replies[0].status.ok());
+  CHECK(replies[1].request == late);
+  CHECK(ReasonOf(replies[1].status) == "NO_SUCH_MODEL");
+}
+
+TEST_CASE("A session that hangs up loses the leases that hold nothing, at once") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId session = rig.Open(1);
+  rig.BringOn("a", a, session);
+  const LeaseId lease = rig.Mapped();
+  rig.Deactivate("a");
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleased{lease, 1});
+  rig.Realized(a);
+  rig.effects.clear();
+  rig.Feed(SessionHungUp{session});
+  CHECK(rig.Take<EndLease>().size() == 1);
+  CHECK(rig.arbiter().records().leases.empty());
+  rig.BringOn("a", a);
+  rig.effects.clear();
+  rig.Deactivate("a");
+  rig.Realized(a);
+  CHECK(rig.OnlyReply().status.ok());
+}
+
+TEST_CASE("A reading that was given up is begun again for whoever asks meanwhile") {
+  ArbiterRig rig(64 * kMiB);
+  rig.Feed(RegisterRequested{RequestId{1}, "a", "files", DeviceId{1}, {}, ArbiterRig::LayoutOf(kSize)});
+  const ModelId model = rig.Take<BuildMirrors>().at(0).model;
+  rig.Feed(RequestCancelled{RequestId{1}});
+  rig.Feed(RegisterRequested{RequestId{2}, "a", "files", DeviceId{1}, {}, ArbiterRig::LayoutOf(kSize)});
+  rig.effects.clear();
+  rig.Feed(MirrorsBuilt{model, absl::CancelledError(""), 0});
+  CHECK_FALSE(rig.Has<Reply>());
+  CHECK(rig.Take<BuildMirrors>().at(0).request == RequestId{2});
+  rig.Feed(MirrorsBuilt{model, absl::OkStatus(), kSize});
+  CHECK(rig.OnlyReply().status.ok());
+}
+
+TEST_CASE("A registration that was given up too late to be stopped is undone") {
+  ArbiterRig rig(64 * kMiB);
+  rig.Feed(RegisterRequested{RequestId{1}, "a", "files", DeviceId{1}, {}, ArbiterRig::LayoutOf(kSize)});
+  const ModelId model = rig.Take<BuildMirrors>().at(0).model;
+  rig.Feed(RequestCancelled{RequestId{1}});
+  rig.Feed(MirrorsBuilt{model, absl::OkStatus(), kSize});
+  CHECK(rig.Take<DropModel>().size() == 1);
+  rig.Feed(ModelDropped{model, kSize, 0});
+  CHECK(rig.arbiter().records().models.empty());
+}
+
+TEST_CASE("The timer of a deadline goes with the answer") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.Activate("a", SessionId{}, rig.now() + absl::Hours(1));
+  const TimerId timer = rig.Take<SetTimer>().at(0).timer;
+  rig.Measured();
+  rig.Realized(a);
+  const auto cleared = rig.Take<SetTimer>();
+  CHECK(std::any_of(cleared.begin(), cleared.end(), [&](const SetTimer& effect) {
+    return effect.timer == timer && effect.at == absl::InfiniteFuture();
+  }));
 }
 
 }  // namespace

@@ -135,7 +135,7 @@ void Grant(Rig& rig, PageChannel& channel, const std::string& wire_id) {
     grant.set_lease_id(1);
     grant.set_model("m");
     const SessionId session = *rig.sessions().Find(wire_id, {getpid(), getuid(), getgid()});
-    REQUIRE(rig.sessions().GrantLease(session, grant).ok());
+    rig.sessions().GrantLease(session, grant);
   });
   const Received granted = Receive(channel);
   REQUIRE(granted.message.has_lease_granted());
@@ -221,6 +221,30 @@ TEST_CASE("Cells that were released piece by piece are all gone with the last on
   CHECK(events.size() == 3);
   CHECK(std::get<LeaseReleased>(events[2]).lease == LeaseId{1});
   rig.OnLoop([&] { CHECK(rig.sessions().mapped_bytes(LeaseId{1}) == 0); });
+}
+
+TEST_CASE("A generation is released once it was acknowledged, and an older answer changes nothing") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  Grant(rig, channel, Greet(channel));
+  v1::ClientPacket packet;
+  packet.mutable_released()->set_lease_id(1);
+  packet.mutable_released()->add_cells(0);
+  SECTION("before it was acknowledged") {
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(1)); });
+    Receive(channel);
+    packet.mutable_released()->set_generation(1);
+    Send(channel, packet);
+    CHECK(RefusedWith(channel) == "PROTOCOL");
+  }
+  SECTION("an older one") {
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 2, MakeCells(1)); });
+    Acknowledge(channel, Receive(channel).message.cells());
+    packet.mutable_released()->set_generation(1);
+    Send(channel, packet);
+    CHECK(NothingComes(channel));
+    rig.OnLoop([&] { CHECK(rig.sessions().mapped_bytes(LeaseId{1}) == 4096); });
+  }
 }
 
 TEST_CASE("A client that hangs up with cells mapped is not taken for one that is gone") {
