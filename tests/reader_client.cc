@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A client process that a test steers: attaches to a model, then does what each line of standard input says and
+// answers with one line of JSON. Ends with the input.
+//   hash   the SHA-256 of each tensor as it is on the device, and its address, read inside one use
+//   use    begins a use and keeps it
+//   leave  ends that use
+//
+//   reader_client RUNTIME_DIR MODEL
+#include <openssl/sha.h>
+
+#include <cstdio>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/client.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr absl::Duration kUseDeadline = absl::Seconds(20);
+
+Json ErrorJson(const absl::Status& status) {
+  return {{"error",
+           {{"code", absl::StatusCodeToString(status.code())},
+            {"reason", ReasonOf(status)},
+            {"message", std::string(status.message())}}}};
+}
+
+std::string Sha256(const std::vector<uint8_t>& bytes) {
+  unsigned char digest[SHA256_DIGEST_LENGTH];
+  SHA256(bytes.data(), bytes.size(), digest);
+  return absl::BytesToHexString({reinterpret_cast<const char*>(digest), sizeof(digest)});
+}
+
+Json Hash(Lease& lease) {
+  const auto use = lease.Use({.deadline = absl::Now() + kUseDeadline});
+  if (!use.ok()) return ErrorJson(use.status());
+  Json tensors = Json::object();
+  Json addresses = Json::object();
+  for (const LeaseTensor& tensor : lease.tensors()) {
+    std::vector<uint8_t> bytes(tensor.bytes);
+    if (auto status = lease.ReadTensor(tensor, bytes.data()); !status.ok()) return ErrorJson(status);
+    const bool unique = lease.Find(tensor.name) == &tensor;
+    const std::string name = unique ? tensor.name : absl::StrCat(tensor.component, "/", tensor.name);
+    tensors[name] = Sha256(bytes);
+    addresses[name] = tensor.address;
+  }
+  return {{"generation", lease.generation()}, {"sha256", tensors}, {"addresses", addresses}};
+}
+
+Json Obey(const std::string& command, Lease& lease, std::optional<Use>& kept) {
+  if (command == "hash") return Hash(lease);
+  if (command == "leave") {
+    kept.reset();
+    return Json::object();
+  }
+  if (command != "use") return ErrorJson(absl::InvalidArgumentError("no such command"));
+  auto use = lease.Use({.deadline = absl::Now() + kUseDeadline});
+  if (!use.ok()) return ErrorJson(use.status());
+  kept.emplace(*std::move(use));
+  return Json::object();
+}
+
+void Answer(const Json& json) { std::cout << json.dump() << std::endl; }
+
+int Main(const std::string& runtime_dir, const std::string& model) {
+  auto client = Client::Connect({runtime_dir, "reader_client", kUseDeadline});
+  if (!client.ok()) {
+    Answer(ErrorJson(client.status()));
+    return 1;
+  }
+  auto lease = (*client)->Activate(model);
+  if (!lease.ok()) {
+    Answer(ErrorJson(lease.status()));
+    return 1;
+  }
+  Answer({{"lease_id", lease->id()}});
+  std::optional<Use> kept;
+  for (std::string command; std::getline(std::cin, command);) Answer(Obey(command, *lease, kept));
+  return 0;
+}
+
+}  // namespace
+}  // namespace residency
+
+int main(int argc, char** argv) {
+  if (argc != 3) {
+    std::fputs("usage: reader_client RUNTIME_DIR MODEL\n", stderr);
+    return 2;
+  }
+  return residency::Main(argv[1], argv[2]);
+}
