@@ -4,7 +4,9 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <catch2/catch.hpp>
+#include <source_location>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "tests/test_driver.h"
@@ -15,6 +17,11 @@ namespace {
 constexpr int kPatienceMilliseconds = 20000;
 constexpr int kQuietMilliseconds = 100;
 
+// Not Catch's assertions, which are for one thread: a test may wait in ~Lease while the daemon answers on another.
+void Must(bool ok, std::source_location where = std::source_location::current()) {
+  if (!ok) throw std::runtime_error("fake daemon, line " + std::to_string(where.line()));
+}
+
 bool Readable(int fd, int milliseconds) {
   pollfd poller{fd, POLLIN, 0};
   return poll(&poller, 1, milliseconds) > 0;
@@ -24,18 +31,18 @@ UniqueFd MakeCell(const Device& device, uint64_t generation, uint32_t index) {
   std::vector<uint8_t> bytes(kFakeCellBytes);
   for (uint64_t i = 0; i < kFakeCellBytes; ++i) bytes[i] = FakeByte(generation, index * kFakeCellBytes + i);
   auto memory = device.Create(kFakeCellBytes);
-  REQUIRE(memory.ok());
+  Must(memory.ok());
   auto range = device.Reserve(kFakeCellBytes);
-  REQUIRE(range.ok());
-  REQUIRE(device.Map(range->get(), *memory).ok());
-  REQUIRE(device.SetAccess(range->get(), kFakeCellBytes, Access::kReadWrite).ok());
+  Must(range.ok());
+  Must(device.Map(range->get(), *memory).ok());
+  Must(device.SetAccess(range->get(), kFakeCellBytes, Access::kReadWrite).ok());
   auto stream = device.CreateStream();
-  REQUIRE(stream.ok());
-  REQUIRE(device.CopyToDevice(range->get(), bytes.data(), bytes.size(), *stream).ok());
-  REQUIRE(device.Synchronize(*stream).ok());
-  REQUIRE(device.Unmap(range->get(), kFakeCellBytes).ok());
+  Must(stream.ok());
+  Must(device.CopyToDevice(range->get(), bytes.data(), bytes.size(), *stream).ok());
+  Must(device.Synchronize(*stream).ok());
+  Must(device.Unmap(range->get(), kFakeCellBytes).ok());
   auto fd = device.Export(*memory);
-  REQUIRE(fd.ok());
+  Must(fd.ok());
   return *std::move(fd);
 }
 
@@ -61,7 +68,7 @@ FakeDaemon::FakeDaemon() { device_ = OpenTestDevice(); }
 
 Session FakeDaemon::Connect(const std::string& client_name) {
   int sockets[2];
-  REQUIRE(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets) == 0);
+  Must(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets) == 0);
   channel_.emplace(UniqueFd(sockets[0]));
   v1::DaemonPacket packet;
   packet.mutable_welcome()->set_session_id("0123456789abcdef");
@@ -69,27 +76,27 @@ Session FakeDaemon::Connect(const std::string& client_name) {
   // It lies in the socket until the client has said Hello and reads.
   Send(packet);
   auto session = BeginSession(UniqueFd(sockets[1]), client_name, absl::Now() + absl::Seconds(10));
-  REQUIRE(session.ok());
+  Must(session.ok());
   auto received = channel_->Receive();
-  REQUIRE(received.ok());
-  REQUIRE(received->has_value());
+  Must(received.ok());
+  Must(received->has_value());
   v1::ClientPacket hello;
-  REQUIRE(hello.ParseFromString((*received)->payload));
-  REQUIRE((*received)->descriptors.size() == 1);
-  REQUIRE(*PidOfPidfd((*received)->descriptors[0].get()) == getpid());
+  Must(hello.ParseFromString((*received)->payload));
+  Must((*received)->descriptors.size() == 1);
+  Must(*PidOfPidfd((*received)->descriptors[0].get()) == getpid());
   hello_ = hello.hello();
   return *std::move(session);
 }
 
 void FakeDaemon::Send(const v1::DaemonPacket& packet, std::span<const int> descriptors) {
-  REQUIRE(channel_->Send(packet.SerializeAsString(), descriptors).ok());
+  Must(channel_->Send(packet.SerializeAsString(), descriptors).ok());
 }
 
 void FakeDaemon::Grant(uint64_t lease_id, const std::string& uuid) {
   auto page = MakeUseWordPage();
-  REQUIRE(page.ok());
+  Must(page.ok());
   auto mapping = UseWordMapping::Map(page->get());
-  REQUIRE(mapping.ok());
+  Must(mapping.ok());
   words_[lease_id] = std::make_unique<Word>(*std::move(mapping));
   v1::DaemonPacket packet;
   v1::LeaseGranted& granted = *packet.mutable_lease_granted();
@@ -151,12 +158,12 @@ void FakeDaemon::EndLease(uint64_t lease_id, const std::string& reason) {
 }
 
 v1::ClientPacket FakeDaemon::Receive() {
-  REQUIRE(Readable(channel_->fd(), kPatienceMilliseconds));
+  Must(Readable(channel_->fd(), kPatienceMilliseconds));
   auto received = channel_->Receive();
-  REQUIRE(received.ok());
-  REQUIRE(received->has_value());
+  Must(received.ok());
+  Must(received->has_value());
   v1::ClientPacket packet;
-  REQUIRE(packet.ParseFromString((*received)->payload));
+  Must(packet.ParseFromString((*received)->payload));
   if (packet.has_released()) {
     const auto word = words_.find(packet.released().lease_id());
     if (word != words_.end()) word->second->held_cells -= packet.released().cells_size();
@@ -174,9 +181,9 @@ std::vector<uint32_t> FakeDaemon::ReceiveReleased(uint64_t lease_id, uint64_t ge
   std::vector<uint32_t> cells;
   while (cells.size() < count) {
     const v1::ClientPacket packet = Receive();
-    REQUIRE(packet.has_released());
-    REQUIRE(packet.released().lease_id() == lease_id);
-    REQUIRE(packet.released().generation() == generation);
+    Must(packet.has_released());
+    Must(packet.released().lease_id() == lease_id);
+    Must(packet.released().generation() == generation);
     cells.insert(cells.end(), packet.released().cells().begin(), packet.released().cells().end());
   }
   return cells;
