@@ -135,6 +135,7 @@ std::unique_ptr<TestProcess> DaemonRig::StartProgram(const std::string& name,
 Outcome DaemonRig::Ctl(const std::vector<std::string>& arguments) {
   const absl::Time start = absl::Now();
   const auto process = StartCtl(arguments);
+  process->EndInput();
   Outcome outcome;
   outcome.output = process->ReadAll();
   outcome.exit_status = process->Wait();

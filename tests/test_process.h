@@ -39,6 +39,8 @@ class TestProcess {
   bool EndsWithin(absl::Duration time) const;
 
   void WriteLine(const std::string& line);
+  // Closes its standard input.
+  void EndInput() { input_.reset(); }
   // The next line of standard output.
   std::string ReadLine(absl::Duration patience = kPatience);
   // Whether a line comes within `time`.

@@ -112,7 +112,7 @@ int KeepLease(const GlobalFlags& flags, const AttachFlags& options, Lease& lease
   }
   if (options.hold.has_value()) {
     (*interruption)->Wait(start + *options.hold);
-  } else if (!options.sha256) {
+  } else {
     (*interruption)->WaitForInputEnd();
   }
   return kExitDone;
@@ -138,15 +138,14 @@ int Attach(const GlobalFlags& flags, const AttachFlags& options) {
 void AddAttachCommand(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
   auto options = std::make_shared<AttachFlags>();
   CLI::App& command = *AddCommand(app, "attach", "Takes a lease on a model and maps it, as a client process does",
-                                  "residencyctl attach flux --sha256 | sort > on-gpu.txt", chosen,
+                                  "residencyctl attach flux --sha256 < /dev/null > on-gpu.txt", chosen,
                                   [&flags, options] { return Attach(flags, *options); });
   command.add_option("NAME", options->name, "name of the model")->required();
   AddBytes(command, "--device_budget", options->device_budget, "most that the model may hold on its GPU");
   AddBytes(command, "--working_bytes", options->working_bytes, "stated need of memory beside the weights");
   AddDuration(command, "--deadline", options->deadline, "give up activating after this long");
   command.add_flag("--sha256", options->sha256, "print the SHA-256 of each tensor, read back from the device");
-  AddDuration(command, "--hold", options->hold,
-              "keep the lease this long; without it, and without --sha256, until standard input closes");
+  AddDuration(command, "--hold", options->hold, "keep the lease this long; without it until standard input closes");
   AddDuration(command, "--use", options->use, "hold the lease in use this long, from the start");
 }
 

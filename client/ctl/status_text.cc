@@ -39,10 +39,10 @@ void AppendDevice(std::string& out, const v1::DeviceStatus& device) {
                         Word(v1::DeviceState_Name(device.state()), "DEVICE_STATE_"));
   absl::StrAppendFormat(&out, "  %11s %11s %11s %11s %11s %11s\n", "broker", "pool", "contexts", "others", "free",
                         "total");
-  absl::StrAppendFormat(&out, "  %11s %11s %11s %11s %11s %11s\n", FormatBytes(device.broker_bytes()),
-                        FormatBytes(device.pool_idle_bytes()), FormatBytes(device.contexts_bytes()),
-                        FormatBytes(device.others_bytes()), FormatBytes(device.free_bytes()),
-                        FormatBytes(device.total_bytes()));
+  absl::StrAppendFormat(
+      &out, "  %11s %11s %11s %11s %11s %11s\n", FormatBytes(device.broker_bytes()),
+      FormatBytes(device.pool_idle_bytes()), (device.has_contexts_bytes() ? FormatBytes(device.contexts_bytes()) : "?"),
+      FormatBytes(device.others_bytes()), FormatBytes(device.free_bytes()), FormatBytes(device.total_bytes()));
   absl::StrAppendFormat(&out, "  budget %s, reserve %s", FormatBytes(device.budget_bytes()),
                         FormatBytes(device.reserve_bytes()));
   if (device.working_bytes() > 0) {
