@@ -36,25 +36,6 @@ Refusal FromProto(const v1::Refusal& proto) {
   return refusal;
 }
 
-v1::Refusal ToProto(const Refusal& refusal) {
-  v1::Refusal proto;
-  proto.set_reason(refusal.reason);
-  if (refusal.needed_bytes.has_value()) proto.set_needed_bytes(*refusal.needed_bytes);
-  if (refusal.available_bytes.has_value()) proto.set_available_bytes(*refusal.available_bytes);
-  proto.set_file(refusal.file);
-  proto.set_tensor(refusal.tensor);
-  for (const Holder& holder : refusal.holders) {
-    v1::Holder& added = *proto.add_holders();
-    added.set_pid(holder.pid);
-    added.set_uid(holder.uid);
-    added.set_client(holder.client);
-    added.set_lease_id(holder.lease_id);
-    added.set_bytes(holder.bytes);
-    added.set_age_seconds(holder.age_seconds);
-  }
-  return proto;
-}
-
 absl::Status WithoutDetails(absl::StatusCode code, const std::string& message) {
   switch (code) {
     case absl::StatusCode::kDeadlineExceeded:
@@ -79,18 +60,6 @@ absl::Status FromGrpcStatus(const grpc::Status& status) {
   const auto refusal = RefusalInDetails(status.error_details());
   if (!refusal.has_value()) return WithoutDetails(code, status.error_message());
   return Refuse(code, FromProto(*refusal), status.error_message());
-}
-
-grpc::Status ToGrpcStatus(const absl::Status& status) {
-  const auto code = static_cast<grpc::StatusCode>(status.code());
-  const std::string message(status.message());
-  const std::optional<Refusal> refusal = GetRefusal(status);
-  if (!refusal.has_value()) return grpc::Status(code, message);
-  v1::RpcStatus rpc;
-  rpc.set_code(static_cast<int>(code));
-  rpc.set_message(message);
-  rpc.add_details()->PackFrom(ToProto(*refusal));
-  return grpc::Status(code, message, rpc.SerializeAsString());
 }
 
 }  // namespace residency

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The status of a gRPC call as an absl::Status: its details, a RpcStatus with one Refusal, become the refusal that
-// mechanisms/refusal.h knows; and back, for what stands in for the daemon. Pure; any thread.
+// mechanisms/refusal.h knows. Pure; any thread.
 #ifndef RESIDENCY_CLIENT_GRPC_STATUS_H_
 #define RESIDENCY_CLIENT_GRPC_STATUS_H_
 
@@ -15,8 +15,6 @@ namespace residency {
 // UNAVAILABLE/CONNECTION_LOST (the daemon went away), CANCELLED/CANCELLED, UNIMPLEMENTED/UNIMPLEMENTED (an older
 // daemon). Other codes keep the message and have no refusal.
 absl::Status FromGrpcStatus(const grpc::Status& status);
-
-grpc::Status ToGrpcStatus(const absl::Status& status);
 
 }  // namespace residency
 

@@ -129,6 +129,7 @@ int Serve(const DaemonOptions& options, const sigset_t& signals) {
     sigwait(&signals, &signal);
     spdlog::info("{} received, ending", strsignal(signal));
     NotifyManager("STOPPING=1");
+    server->GetHealthCheckService()->SetServingStatus(false);
   }
 
   RunOn(**loop, [&] {

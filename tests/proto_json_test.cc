@@ -4,6 +4,7 @@
 #include <catch2/catch.hpp>
 
 #include "client/grpc_status.h"
+#include "daemon/grpc_status.h"
 #include "mechanisms/refusal.h"
 #include "proto/residency.pb.h"
 

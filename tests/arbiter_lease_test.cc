@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The core on sessions and leases: granted, revoked, released, and lost with their process.
+#include <algorithm>
+#include <catch2/catch.hpp>
+
+#include "mechanisms/refusal.h"
+#include "tests/arbiter_rig.h"
+
+namespace residency {
+namespace {
+
+constexpr uint64_t kSize = 8 * kMiB;
+
+TEST_CASE("A lease whose client is still mapping counts as in use") {
+  ArbiterRig rig(kSize + 2 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.Register("b", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  rig.effects.clear();
+  rig.Activate("b");
+  rig.Measured();
+  CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+}
+
+TEST_CASE("A client that took its pages as the time ran out gets them back when it says so") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.effects.clear();
+  rig.Deactivate("a", absl::Seconds(1));
+  const TimerId timer = rig.Take<SetTimer>().back().timer;
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(TimerFired{timer});
+  rig.Feed(UseWordsReopened{a, {lease}});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+  CHECK_FALSE(rig.Has<SendCells>());
+  rig.Feed(LeaseReleased{lease, 1});
+  CHECK(rig.Take<SendCells>().size() == 1);
+}
+
+TEST_CASE("A lease survives deactivation and gets the next generation without asking") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.Deactivate("a");
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleased{lease, 1});
+  rig.Realized(a);
+  CHECK(rig.arbiter().records().leases.at(lease).state == LeaseState::kRevoked);
+  rig.effects.clear();
+  rig.BringOn("a", a);
+  const auto sent = rig.Take<SendCells>();
+  REQUIRE(sent.size() == 1);
+  CHECK(sent[0].lease == lease);
+  CHECK(sent[0].generation == 2);
+}
+
+TEST_CASE("A process that dies frees its leases, and a deactivation that waited for it goes on") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId session = rig.Open(1);
+  rig.BringOn("a", a, session);
+  rig.Mapped();
+  rig.effects.clear();
+  rig.Deactivate("a", absl::Seconds(60));
+  rig.Feed(UseWordsClosed{a, {}});
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  rig.Feed(SessionEnded{session});
+  rig.Realized(a);
+  CHECK(rig.OnlyReply().status.ok());
+  CHECK(rig.arbiter().records().leases.empty());
+  CHECK(rig.arbiter().records().sessions.empty());
+}
+
+TEST_CASE("A process that hung up keeps what it may have mapped until it is gone") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId session = rig.Open(1);
+  rig.BringOn("a", a, session);
+  rig.Mapped();
+  rig.effects.clear();
+  rig.Feed(SessionHungUp{session});
+  rig.Deactivate("a");
+  CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+  rig.Feed(SessionEnded{session});
+  rig.Deactivate("a");
+  rig.Realized(a);
+  CHECK(rig.OnlyReply().status.ok());
+}
+
+TEST_CASE("Whoever gave up while the model came on gets no lease") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const RequestId request = rig.Activate("a", rig.Open(1));
+  rig.Measured();
+  rig.Feed(RequestCancelled{request});
+  rig.Take<Reply>();
+  rig.Realized(a);
+  CHECK_FALSE(rig.Has<GrantLease>());
+  CHECK_FALSE(rig.Has<Reply>());
+  CHECK(rig.model(a).state == ModelState::kActive);
+}
+
+TEST_CASE("Unloading an active model takes it off, ends its leases and frees the name") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.effects.clear();
+  rig.Feed(UnloadRequested{RequestId{200}, "a"});
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleased{lease, 1});
+  rig.Realized(a);
+  CHECK(rig.Take<EndLease>().at(0).reason == "UNLOADED");
+  CHECK(rig.Take<DropModel>().size() == 1);
+  rig.Feed(ModelDropped{a, kSize, 0});
+  CHECK(rig.OnlyReply().status.ok());
+  CHECK(rig.arbiter().records().models.empty());
+  CHECK(rig.arbiter().records().leases.empty());
+}
+
+TEST_CASE("A lease is released by its own session and by no other, once its client has let go") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId one = rig.Open(1);
+  const SessionId two = rig.Open(2);
+  rig.BringOn("a", a, one);
+  const LeaseId lease = rig.Mapped();
+  rig.effects.clear();
+  rig.Feed(ReleaseLeaseRequested{RequestId{50}, two, lease});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "SESSION_OWNER");
+  rig.Feed(ReleaseLeaseRequested{RequestId{51}, one, lease});
+  CHECK(rig.Take<CloseAndRevoke>().size() == 1);
+  CHECK_FALSE(rig.Has<Reply>());
+  rig.Feed(LeaseReleased{lease, 1});
+  CHECK(rig.OnlyReply().status.ok());
+  CHECK(rig.Take<EndLease>().size() == 1);
+  CHECK_FALSE(rig.Has<SendCells>());
+  rig.Feed(ReleaseLeaseRequested{RequestId{52}, one, lease});
+  CHECK(rig.OnlyReply().status.ok());
+}
+
+TEST_CASE("A lease that is released while its cells are on their way ends when they have arrived") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId one = rig.Open(1);
+  rig.BringOn("a", a, one);
+  const LeaseId lease = rig.Take<GrantLease>().at(0).lease;
+  rig.effects.clear();
+  rig.Feed(ReleaseLeaseRequested{RequestId{50}, one, lease});
+  CHECK_FALSE(rig.Has<CloseAndRevoke>());
+  rig.Feed(LeaseMapped{lease, 1});
+  CHECK(rig.Take<CloseAndRevoke>().size() == 1);
+  rig.Feed(LeaseReleased{lease, 1});
+  CHECK(rig.OnlyReply().status.ok());
+}
+
+TEST_CASE("A deactivation waits for a client that is leaving, and does not call it a user") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId one = rig.Open(1);
+  rig.BringOn("a", a, one);
+  const LeaseId lease = rig.Mapped();
+  rig.effects.clear();
+  rig.Feed(ReleaseLeaseRequested{RequestId{50}, one, lease});
+  rig.Deactivate("a");
+  rig.Feed(UseWordsClosed{a, {}});
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  rig.Feed(LeaseReleased{lease, 1});
+  rig.Realized(a);
+  const auto replies = rig.Take<Reply>();
+  REQUIRE(replies.size() == 2);
+  CHECK(replies[0].status.ok());
+  CHECK(replies[1].status.ok());
+}
+
+TEST_CASE("A release that met a revocation which is taken back is carried out after it") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId one = rig.Open(1);
+  rig.BringOn("a", a, one);
+  const LeaseId lease = rig.Mapped();
+  rig.effects.clear();
+  rig.Deactivate("a", absl::Seconds(1));
+  const TimerId timer = rig.Take<SetTimer>().back().timer;
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(ReleaseLeaseRequested{RequestId{50}, one, lease});
+  rig.Feed(TimerFired{timer});
+  rig.Feed(UseWordsReopened{a, {}});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+  CHECK(rig.Take<CloseAndRevoke>().size() == 1);
+  rig.Feed(LeaseReleased{lease, 1});
+  CHECK(rig.OnlyReply().status.ok());
+  CHECK(rig.arbiter().records().leases.empty());
+}
+
+TEST_CASE("A broken model is unloaded only once its clients have let go") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.Feed(VerifyRequested{rig.NextRequest(), "a"});
+  rig.Feed(CellsVerified{.model = a, .status = absl::DataLossError("wrong"), .broken = true});
+  CHECK(rig.model(a).state == ModelState::kBroken);
+  rig.effects.clear();
+  rig.Feed(UnloadRequested{rig.NextRequest(), "a"});
+  CHECK_FALSE(rig.Has<DropModel>());
+  SECTION("one that is in use stays") {
+    rig.Feed(UseWordsClosed{a, {lease}});
+    CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+    CHECK(rig.model(a).state == ModelState::kBroken);
+  }
+  SECTION("one that is idle goes") {
+    rig.Feed(UseWordsClosed{a, {}});
+    rig.Feed(LeaseReleased{lease, 1});
+    rig.Realized(a);
+    CHECK(rig.Take<DropModel>().size() == 1);
+    rig.Feed(ModelDropped{a, kSize, 0});
+    CHECK(rig.OnlyReply().status.ok());
+  }
+}
+
+TEST_CASE("A drain that its caller gives up leaves the leases alone again, and the device is free for others") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.effects.clear();
+  const RequestId request = rig.Deactivate("a", absl::Hours(1));
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(RequestCancelled{request});
+  CHECK(rig.OnlyReply().status.code() == absl::StatusCode::kCancelled);
+  CHECK(rig.Take<ReopenUseWords>().at(0).leases == std::vector<LeaseId>{lease});
+  rig.Feed(UseWordsReopened{a, {}});
+  CHECK(rig.model(a).state == ModelState::kActive);
+  CHECK_FALSE(rig.arbiter().oldest_transition().has_value());
+  CHECK_FALSE(rig.Has<Reply>());
+}
+
+TEST_CASE("A session that hangs up loses the leases that hold nothing, at once") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const SessionId session = rig.Open(1);
+  rig.BringOn("a", a, session);
+  const LeaseId lease = rig.Mapped();
+  rig.Deactivate("a");
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleased{lease, 1});
+  rig.Realized(a);
+  rig.effects.clear();
+  rig.Feed(SessionHungUp{session});
+  CHECK(rig.Take<EndLease>().size() == 1);
+  CHECK(rig.arbiter().records().leases.empty());
+  rig.BringOn("a", a);
+  rig.effects.clear();
+  rig.Deactivate("a");
+  rig.Realized(a);
+  CHECK(rig.OnlyReply().status.ok());
+}
+
+}  // namespace
+}  // namespace residency
