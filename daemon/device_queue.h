@@ -86,7 +86,8 @@ class DeviceQueue {
     std::vector<ModelId> victims;  // still to be taken off
     std::vector<std::string> evicted;
     bool replied = false;
-    bool pooled = false;  // cells went to the pool
+    bool pooled = false;          // cells went to the pool
+    uint64_t unmapped_bytes = 0;  // of `model`
   };
 
   void Pump();

@@ -161,6 +161,7 @@ void DeviceQueue::Cleared(const PlanRealized& event) {
     return Finish();
   }
   job_->pooled = true;
+  job_->unmapped_bytes = event.unmapped_bytes;
   if (model.state == ModelState::kDeactivating) model.Apply(ModelChange::kDeactivated);
   model.claimed_device_bytes = 0;
   if (unloading) return DropModelNow();
@@ -189,7 +190,7 @@ void DeviceQueue::On(const ModelDropped& event) {
   if (!job_.has_value() || job_->phase != Phase::kDropping || job_->model != event.model) return;
   Model(event.model).Apply(ModelChange::kUnloaded);
   records_.models.erase(event.model);
-  ReplyNow(absl::OkStatus(), UnloadOutcome{event.host_bytes, event.device_bytes});
+  ReplyNow(absl::OkStatus(), UnloadOutcome{event.host_bytes, job_->unmapped_bytes + event.device_bytes});
   Finish();
 }
 

@@ -115,7 +115,7 @@ struct CellsVerified {
   absl::Duration duration;
 };
 
-// DropModel is done.
+// DropModel is done; `device_bytes` is what was still mapped.
 struct ModelDropped {
   ModelId model;
   uint64_t host_bytes = 0;

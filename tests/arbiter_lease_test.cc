@@ -117,7 +117,9 @@ TEST_CASE("Unloading an active model takes it off, ends its leases and frees the
   CHECK(rig.Take<EndLease>().at(0).reason == "UNLOADED");
   CHECK(rig.Take<DropModel>().size() == 1);
   rig.Feed(ModelDropped{a, kSize, 0});
-  CHECK(rig.OnlyReply().status.ok());
+  const Reply reply = rig.OnlyReply();
+  REQUIRE(reply.status.ok());
+  CHECK(std::get<UnloadOutcome>(reply.outcome).device_bytes == kSize);
   CHECK(rig.arbiter().records().models.empty());
   CHECK(rig.arbiter().records().leases.empty());
 }
