@@ -111,7 +111,10 @@ absl::StatusOr<Lease> Client::Activate(std::string_view model, const ActivateOpt
   if (!reader.ok()) return reader.status();
   if (auto status = (*reader)->SessionStatus(); !status.ok()) return status;
   const ActivationScope scope(**reader);
-  return ActivateWith(**reader, model, options);
+  auto lease = ActivateWith(**reader, model, options);
+  // Another thread gave the same lease back while this one was given it: the next one is of its own.
+  if (ReasonOf(lease.status()) == "RELEASED") lease = ActivateWith(**reader, model, options);
+  return lease;
 }
 
 absl::StatusOr<Lease> Client::ActivateWith(Reader& reader, std::string_view model, const ActivateOptions& options) {

@@ -140,8 +140,10 @@ absl::Status LeasePages::WaitForStream(CUstream stream) {
   const Driver& driver = device_.driver();
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult asked = driver.cuStreamIsCapturing(stream, &capture);
-  // What is being captured has not run.
-  if (asked == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE) return absl::OkStatus();
+  // No event can be recorded there now, and what was launched before the capture may still run.
+  if (asked == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE) {
+    return Refuse(absl::StatusCode::kUnavailable, "CAPTURING", "a stream that a use named is being captured");
+  }
   auto event = device_.CreateEvent();
   if (!event.ok()) return event.status();
   const CUresult recorded = driver.cuEventRecord(event->get(), stream);
@@ -158,7 +160,9 @@ absl::Status LeasePages::WaitForDeviceWork() {
   bool whole_context = whole_context_.load(std::memory_order_relaxed);
   for (CUstream stream : streams) {
     // A stream that was destroyed without Forget cannot be asked; its work can.
-    if (!whole_context && !WaitForStream(stream).ok()) whole_context = true;
+    const absl::Status waited = whole_context ? absl::OkStatus() : WaitForStream(stream);
+    if (ReasonOf(waited) == "CAPTURING") return waited;
+    if (!waited.ok()) whole_context = true;
   }
   if (whole_context) {
     if (auto status = SynchronizeContext(); !status.ok()) return status;

@@ -59,6 +59,7 @@ void Reader::EndActivation() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --activations_;
+    if (activations_ == 0) ended_meanwhile_.clear();
   }
   Wake();
 }
@@ -82,6 +83,9 @@ absl::StatusOr<LeaseRecord*> Reader::Claim(uint64_t lease_id, uint64_t generatio
       }
     } else if (!session_status_.ok()) {
       return session_status_;
+    } else if (ended_meanwhile_.contains(lease_id)) {
+      return Refuse(absl::StatusCode::kAborted, "RELEASED",
+                    absl::StrCat("lease ", lease_id, " was released while it was activated again"));
     }
     if (deadline == absl::InfiniteFuture()) {
       changed_.wait(lock);
@@ -212,6 +216,8 @@ Reader::GiveBack Reader::GiveCellsBack(LeaseRecord& record) {
     retry_soon_ = true;
     return GiveBack::kLater;
   }
+  // A context that is lost runs nothing any more, so there is nothing to wait for; unmapping still works in it.
+  status = absl::OkStatus();
   bool answered = false;
   while (status.ok()) {
     const auto piece = record.pages->UnmapPiece();
@@ -236,6 +242,7 @@ void Reader::Finish(uint64_t lease_id) {
   record.pages.reset();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (record.waiter != nullptr) record.waiter->done = true;
+  if (activations_ > 0) ended_meanwhile_.insert(lease_id);
   records_.erase(lease_id);
   changed_.notify_all();
 }

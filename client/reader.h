@@ -24,6 +24,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -158,6 +159,8 @@ class Reader {
   absl::Status session_status_;                               // guarded by mutex_
   bool ending_ = false;                                       // guarded by mutex_
   int activations_ = 0;                                       // guarded by mutex_
+  // Leases that were over before an Activate that got their number could claim them. Guarded by mutex_.
+  std::set<uint64_t> ended_meanwhile_;
 
   std::thread thread_;
 };

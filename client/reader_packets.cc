@@ -232,6 +232,8 @@ void Reader::EndSession(const absl::Status& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
   session_status_ = why;
   changed_.notify_all();
+  // Leases that waited for the daemon have nothing to wait for, and may have had their turn already.
+  Wake();
 }
 
 void Reader::Send(const v1::ClientPacket& packet) {

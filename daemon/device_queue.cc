@@ -29,9 +29,8 @@ bool DeviceQueue::GiveUp(RequestId request, const absl::Status& status) {
     // Nobody is there to take a lease.
     if (auto* activate = std::get_if<ActivateRequested>(&job_->request)) {
       activate->session = SessionId{};
-    } else if (job_->phase == Phase::kRevoking) {
-      TakeBack();
     }
+    if (job_->phase == Phase::kRevoking) TakeBack();
     return true;
   }
   const auto found = std::find_if(waiting_.begin(), waiting_.end(),

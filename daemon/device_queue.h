@@ -98,6 +98,7 @@ class DeviceQueue {
   void Fill();
   void FinishActivation(const PlanRealized& event);
   void Clear(ModelId model);
+  bool drains() const;
   void Unmap(ModelId model);
   void CheckRevoked();
   void TakeBack();

@@ -33,30 +33,36 @@ void DeviceQueue::Start(const UnloadRequested& request) {
 void DeviceQueue::Clear(ModelId id) {
   ModelRecord& model = Model(id);
   job_->clearing = id;
-  const auto* deactivate = std::get_if<DeactivateRequested>(&job_->request);
-  const bool drains = deactivate != nullptr && deactivate->drain > absl::ZeroDuration();
   std::vector<LeaseId> live;
-  std::vector<LeaseId> waits;
-  std::vector<LeaseId> leaving;
+  std::vector<LeaseId> hung_up;
+  bool waits = false;
   for (const LeaseRecord* lease : records_.LeasesOf(id)) {
     if (lease->state == LeaseState::kLive) live.push_back(lease->id);
-    if (lease->state != LeaseState::kLive && lease->holds_cells()) {
-      (lease->release ? leaving : waits).push_back(lease->id);
-    }
+    if (lease->state == LeaseState::kUnresponsive) hung_up.push_back(lease->id);
+    // Cells that are on their way, or on their way back, will have arrived in a moment.
+    waits |= lease->holds_cells();
   }
   if (model.state == ModelState::kActive) model.Apply(ModelChange::kDeactivationBegan);
-  // A client that is just mapping is about to use what it asked for; one that is leaving is waited for.
-  if (!waits.empty() && !drains) return NotCleared(records_.InUse(model.name, waits, context_.now));
-  if (live.empty() && waits.empty() && leaving.empty()) return Unmap(id);
+  if (!hung_up.empty() && !drains()) return NotCleared(records_.InUse(model.name, hung_up, context_.now));
+  if (!waits) return Unmap(id);
   job_->phase = Phase::kClosing;
-  release_timer_ = SetTimer(drains ? deactivate->drain : kReleaseDeadline);
-  Emit(CloseUseWords{id, std::move(live), !drains});
+  release_timer_ = SetTimer(drains() ? std::get<DeactivateRequested>(job_->request).drain : kReleaseDeadline);
+  Emit(CloseUseWords{id, std::move(live), !drains()});
+}
+
+// Whether leases in use are waited for.
+bool DeviceQueue::drains() const {
+  const auto* deactivate = std::get_if<DeactivateRequested>(&job_->request);
+  return deactivate != nullptr && deactivate->drain > absl::ZeroDuration();
 }
 
 void DeviceQueue::On(const UseWordsClosed& event) {
   if (!job_.has_value() || job_->phase != Phase::kClosing || job_->clearing != event.model) return;
-  ModelRecord& model = Model(event.model);
-  if (!event.in_use.empty()) return NotCleared(records_.InUse(model.name, event.in_use, context_.now));
+  if (!event.in_use.empty()) {
+    ReplyNow(records_.InUse(Model(event.model).name, event.in_use, context_.now));
+    // Others may have been asked already, where this one became live after them.
+    return TakeBack();
+  }
   job_->phase = Phase::kRevoking;
   for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
     if (lease->state != LeaseState::kLive) continue;
@@ -87,7 +93,7 @@ void DeviceQueue::CheckRevoked() {
   }
   if (!live.empty()) {
     job_->phase = Phase::kClosing;
-    Emit(CloseUseWords{job_->clearing, std::move(live), false});
+    Emit(CloseUseWords{job_->clearing, std::move(live), !drains()});
     return;
   }
   const std::vector<LeaseRecord*> leases = records_.LeasesOf(job_->clearing);

@@ -212,6 +212,7 @@ TEST_CASE("A broken model is unloaded only once its clients have let go") {
   CHECK_FALSE(rig.Has<DropModel>());
   SECTION("one that is in use stays") {
     rig.Feed(UseWordsClosed{a, {lease}});
+    rig.Feed(UseWordsReopened{a, {}});
     CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
     CHECK(rig.model(a).state == ModelState::kBroken);
   }
@@ -261,6 +262,55 @@ TEST_CASE("A session that hangs up loses the leases that hold nothing, at once")
   rig.Deactivate("a");
   rig.Realized(a);
   CHECK(rig.OnlyReply().status.ok());
+}
+
+TEST_CASE("A deactivation waits for a client that is just mapping, and finds out then whether it uses the model") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId quick = rig.Mapped();
+  rig.effects.clear();
+  rig.Activate("a", rig.Open(2));
+  const LeaseId slow = rig.Take<GrantLease>().at(0).lease;
+  rig.effects.clear();
+  rig.Deactivate("a");
+  CHECK(rig.Take<CloseUseWords>().at(0).leases == std::vector<LeaseId>{quick});
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleased{quick, 1});
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  rig.Feed(LeaseMapped{slow, 1});
+  CHECK(rig.Take<CloseUseWords>().at(0).leases == std::vector<LeaseId>{slow});
+  SECTION("it does not") {
+    rig.Feed(UseWordsClosed{a, {}});
+    rig.Feed(LeaseReleased{slow, 1});
+    rig.Realized(a);
+    CHECK(rig.OnlyReply().status.ok());
+  }
+  SECTION("it does, so the first one gets its cells back") {
+    rig.Feed(UseWordsClosed{a, {slow}});
+    CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+    rig.Feed(UseWordsReopened{a, {}});
+    CHECK(rig.Take<SendCells>().at(0).lease == quick);
+    CHECK(rig.model(a).state == ModelState::kActive);
+  }
+}
+
+TEST_CASE("An activation that is given up while it makes room leaves the victim where it is") {
+  ArbiterRig rig(kSize + 2 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.Register("b", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  rig.Mapped();
+  rig.effects.clear();
+  const RequestId request = rig.Activate("b");
+  rig.Measured();
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(RequestCancelled{request});
+  CHECK(rig.Take<ReopenUseWords>().size() == 1);
+  rig.Feed(UseWordsReopened{a, {}});
+  CHECK(rig.model(a).state == ModelState::kActive);
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  CHECK(rig.Take<Reply>().size() == 1);
 }
 
 }  // namespace

@@ -101,6 +101,7 @@ TEST_CASE("A model in use is not evicted, and the refusal names who uses it") {
     rig.Activate("b");
     rig.Measured();
     rig.Feed(UseWordsClosed{a, {lease}});
+    rig.Feed(UseWordsReopened{a, {}});
   }
   const Reply reply = rig.OnlyReply();
   CHECK(reply.status.code() == absl::StatusCode::kFailedPrecondition);

@@ -175,6 +175,15 @@ TEST_CASE("tensors of a table that share bytes of the file are each mirrored") {
   CheckImage(*mirror, model, 0, ExpectedImage(ranges));
 }
 
+TEST_CASE("a component may list its files in another order than the manifest") {
+  const TempDir dir;
+  const std::vector<Range> ranges = {{1, 100, 5000}, {0, 7, 3000}, {1, 5100, 10}, {0, 3007, 1}};
+  const Model model = MakeModel({WriteContent(dir.Path("a"), 0, 4000), WriteContent(dir.Path("b"), 1, 6000)}, {ranges});
+  const auto mirror = Mirror::Build(model.layout, 0, model.manifest, {});
+  REQUIRE(mirror.ok());
+  CheckImage(*mirror, model, 0, ExpectedImage(ranges));
+}
+
 TEST_CASE("cells larger than the component are cut to what it needs") {
   const TempDir dir;
   const std::vector<Range> ranges = {{0, 5, 3 * kMiB}, {0, 4 * kMiB, 100}};

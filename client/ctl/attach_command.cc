@@ -75,7 +75,7 @@ absl::Status HashTensors(const GlobalFlags& flags, Lease& lease, absl::Time dead
   for (const LeaseTensor& tensor : lease.tensors()) largest = std::max(largest, tensor.bytes);
   std::vector<uint8_t> buffer(std::min(largest, kReadBytes));
   for (const LeaseTensor& tensor : lease.tensors()) {
-    if (interruption.came()) break;
+    if (interruption.came()) return Refuse(absl::StatusCode::kCancelled, "INTERRUPTED", "not every tensor was hashed");
     auto digest = Sha256(lease, tensor, buffer);
     if (!digest.ok()) return digest.status();
     if (flags.json) {

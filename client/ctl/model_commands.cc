@@ -176,7 +176,10 @@ int Deactivate(const GlobalFlags& flags, const DeactivateFlags& options) {
   grpc::ClientContext context;
   Bound(context, options.drain.value_or(absl::ZeroDuration()) + kLongCall);
   v1::DeactivateResponse response;
-  const auto status = FromGrpcStatus((*client)->service().Deactivate(&context, request, &response));
+  const auto status = [&] {
+    const Spinner spinner(absl::StrCat("deactivating ", options.name));
+    return FromGrpcStatus((*client)->service().Deactivate(&context, request, &response));
+  }();
   if (!status.ok()) return ReportError(flags, status);
   return ReportDone(flags, response,
                     absl::StrFormat("deactivated %s in %.3f s: %s to the pool, %s to the driver, %s copied\n",
@@ -192,7 +195,10 @@ int Unload(const GlobalFlags& flags, const std::string& name) {
   grpc::ClientContext context;
   Bound(context, std::max(flags.timeout, kLongCall));
   v1::UnloadModelResponse response;
-  const auto status = FromGrpcStatus((*client)->service().UnloadModel(&context, request, &response));
+  const auto status = [&] {
+    const Spinner spinner(absl::StrCat("unloading ", name));
+    return FromGrpcStatus((*client)->service().UnloadModel(&context, request, &response));
+  }();
   if (!status.ok()) return ReportError(flags, status);
   return ReportDone(flags, response,
                     absl::StrFormat("unloaded %s: %s of host memory and %s of device memory given back\n", name,
@@ -207,7 +213,10 @@ int Verify(const GlobalFlags& flags, const std::string& name) {
   grpc::ClientContext context;
   Bound(context, std::max(flags.timeout, kLongCall));
   v1::VerifyResponse response;
-  const auto status = FromGrpcStatus((*client)->service().Verify(&context, request, &response));
+  const auto status = [&] {
+    const Spinner spinner(absl::StrCat("verifying ", name));
+    return FromGrpcStatus((*client)->service().Verify(&context, request, &response));
+  }();
   if (!status.ok()) return ReportError(flags, status);
   return ReportDone(flags, response,
                     absl::StrFormat("verified %s in %.3f s: %d cells right, %d refilled, %d not on the GPU\n", name,
