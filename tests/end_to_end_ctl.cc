@@ -3,6 +3,7 @@
 // residencyctl: what it shows, and how it ends when something is wrong.
 #include <catch2/catch.hpp>
 #include <csignal>
+#include <filesystem>
 #include <initializer_list>
 #include <memory>
 #include <string>
@@ -48,6 +49,17 @@ void CheckFields(const Json& status) {
 }
 
 // Every byte of the card is accounted for, once.
+// What all processes have allocated on the simulated card, counted from outside: each allocation is a file, of whole
+// granules and a page that says what it is.
+uint64_t AllocatedBytes(const DaemonRig& rig) {
+  uint64_t allocated_bytes = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(rig.runtime_dir() + "/sim")) {
+    const uint64_t granule_bytes = uint64_t{2} << 20;
+    if (entry.is_regular_file()) allocated_bytes += entry.file_size() / granule_bytes * granule_bytes;
+  }
+  return allocated_bytes;
+}
+
 void CheckSum(const Json& device) {
   uint64_t sum_bytes = 0;
   for (const char* part : {"free_bytes", "broker_bytes", "pool_idle_bytes", "others_bytes"}) {
@@ -61,6 +73,14 @@ Json CheckedStatus(DaemonRig& rig) {
   CheckFields(status);
   REQUIRE(status.at("devices").size() >= 1);
   for (const Json& device : status.at("devices")) CheckSum(device);
+  uint64_t model_bytes = 0;
+  for (const Json& model : status.at("models")) model_bytes += model.at("device_bytes").get<uint64_t>();
+  CHECK(model_bytes == status.at("devices")[0].at("broker_bytes"));
+  if (OnSim()) {
+    const Json& device = status.at("devices")[0];
+    const uint64_t used_bytes = device.at("total_bytes").get<uint64_t>() - device.at("free_bytes").get<uint64_t>();
+    CHECK(used_bytes == AllocatedBytes(rig));
+  }
   return status;
 }
 
