@@ -51,9 +51,9 @@ std::optional<absl::Time> Arbiter::oldest_transition() const {
 
 DeviceQueue* Arbiter::QueueOf(ModelId model) { return &queues_.at(records_.models.at(model).device); }
 
-DeviceQueue* Arbiter::QueueFor(RequestId request, std::string_view name) {
+ModelRecord* Arbiter::ModelFor(RequestId request, std::string_view name) {
   const auto model = records_.GetModel(name);
-  if (model.ok()) return QueueOf((*model)->id);
+  if (model.ok()) return *model;
   context_.effects.push_back(Reply{request, model.status(), {}});
   return nullptr;
 }
@@ -143,19 +143,18 @@ void Arbiter::On(const MirrorsBuilt& event) {
 // ---- Requests about a model. ----
 
 void Arbiter::On(const UnloadRequested& event) {
-  DeviceQueue* queue = QueueFor(event.request, event.name);
-  if (queue == nullptr) return;
-  ModelRecord& model = *records_.FindModel(event.name);
-  if (model.state != ModelState::kRegistering) return queue->Add(event, model.id);
-  if (model.unload) {
+  ModelRecord* const model = ModelFor(event.request, event.name);
+  if (model == nullptr) return;
+  if (model->state != ModelState::kRegistering) return QueueOf(model->id)->Add(event, model->id);
+  if (model->unload) {
     context_.effects.push_back(
         Reply{event.request,
-              Refuse(absl::StatusCode::kAborted, "UNLOADED", absl::StrCat(model.name, " is being unloaded already")),
+              Refuse(absl::StatusCode::kAborted, "UNLOADED", absl::StrCat(model->name, " is being unloaded already")),
               {}});
     return;
   }
-  model.unload = event.request;
-  context_.effects.push_back(CancelMirrors{model.id});
+  model->unload = event.request;
+  context_.effects.push_back(CancelMirrors{model->id});
 }
 
 void Arbiter::On(const ActivateRequested& event) {
@@ -169,22 +168,22 @@ void Arbiter::On(const ActivateRequested& event) {
       return;
     }
   }
-  DeviceQueue* queue = QueueFor(event.request, event.name);
-  if (queue == nullptr) return;
+  const ModelRecord* const model = ModelFor(event.request, event.name);
+  if (model == nullptr) return;
   if (event.deadline != absl::InfiniteFuture()) {
     const TimerId timer{context_.next_timer++};
     deadlines_.emplace(timer, event.request);
     context_.effects.push_back(SetTimer{timer, event.deadline});
   }
-  queue->Add(event, records_.FindModel(event.name)->id);
+  QueueOf(model->id)->Add(event, model->id);
 }
 
 void Arbiter::On(const DeactivateRequested& event) {
-  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event, records_.FindModel(event.name)->id);
+  if (const ModelRecord* model = ModelFor(event.request, event.name)) QueueOf(model->id)->Add(event, model->id);
 }
 
 void Arbiter::On(const VerifyRequested& event) {
-  if (DeviceQueue* queue = QueueFor(event.request, event.name)) queue->Add(event, records_.FindModel(event.name)->id);
+  if (const ModelRecord* model = ModelFor(event.request, event.name)) QueueOf(model->id)->Add(event, model->id);
 }
 
 void Arbiter::GiveUp(RequestId request, const absl::Status& status) {

@@ -60,8 +60,8 @@ class Arbiter {
   void On(const LeaseReleased& event);
   void On(const LeaseFailed& event);
 
-  // Where the requests of `name` wait; replies and returns nothing where there is no such model.
-  DeviceQueue* QueueFor(RequestId request, std::string_view name);
+  // The model that `request` names; replies and returns nothing where there is no such model.
+  ModelRecord* ModelFor(RequestId request, std::string_view name);
   DeviceQueue* QueueOf(ModelId model);
   void Drop(LeaseId lease, std::string_view reason, std::string_view message = "");
   void ForgetDeadlines();

@@ -104,7 +104,6 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
     status = Fill(cells[next_to_copy], sources);
     ahead_bytes -= bytes;
     report.copied_bytes += bytes;
-    report.mapped_bytes += bytes;
   }
   // Whether or not it went well: no copy may be in flight when the caller changes the mapping or gives up.
   if (auto finished = device_.Synchronize(stream_); status.ok()) status = finished;

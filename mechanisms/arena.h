@@ -45,7 +45,6 @@ struct RealizeReport {
   uint64_t copied_bytes = 0;  // host to device
   uint64_t verified_cells = 0;
   uint64_t refilled_cells = 0;
-  uint64_t mapped_bytes = 0;
   uint64_t unmapped_bytes = 0;  // went to the pool
 };
 
