@@ -128,7 +128,7 @@ absl::StatusOr<Lease> Client::ActivateWith(Reader& reader, std::string_view mode
     reader.Retire(activated->lease_id());
     return table.status();
   }
-  return Lease::Make(reader, **record, *std::move(table));
+  return Lease::Make(reader, **record, *std::move(table), activated->mode() == v1::MODEL_MODE_PHASED ? this : nullptr);
 }
 
 absl::StatusOr<v1::ActivateResponse> Client::CallActivate(std::string_view model, const ActivateOptions& options) {
@@ -145,6 +145,33 @@ absl::StatusOr<v1::ActivateResponse> Client::CallActivate(std::string_view model
   v1::ActivateResponse response;
   if (auto status = FromGrpcStatus(stub_->Activate(&context, request, &response)); !status.ok()) return status;
   return response;
+}
+
+absl::StatusOr<PhaseBegun> Client::CallBeginPhase(uint64_t lease_id, std::string_view component, absl::Time deadline) {
+  v1::BeginPhaseRequest request;
+  request.set_session_id(session_id_);
+  request.set_lease_id(lease_id);
+  request.set_component(std::string(component));
+  grpc::ClientContext context;
+  if (deadline != absl::InfiniteFuture()) {
+    SetDuration(*request.mutable_deadline(), deadline - absl::Now());
+    SetDeadline(context, deadline + kAnswerGrace);
+  }
+  v1::BeginPhaseResponse response;
+  if (auto status = FromGrpcStatus(stub_->BeginPhase(&context, request, &response)); !status.ok()) return status;
+  return PhaseBegun{response.phase_id(), response.generation(), response.bytes_moved(),
+                    absl::Seconds(response.seconds())};
+}
+
+absl::Status Client::CallEndPhase(uint64_t lease_id, uint64_t phase_id) {
+  v1::EndPhaseRequest request;
+  request.set_session_id(session_id_);
+  request.set_lease_id(lease_id);
+  request.set_phase_id(phase_id);
+  grpc::ClientContext context;
+  SetDeadline(context, absl::Now() + options_.timeout);
+  v1::EndPhaseResponse response;
+  return FromGrpcStatus(stub_->EndPhase(&context, request, &response));
 }
 
 absl::StatusOr<TensorTable> Client::ListTensors(std::string_view model, absl::Time deadline) {

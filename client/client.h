@@ -38,12 +38,12 @@ struct ActivateOptions {
   absl::Time deadline = absl::InfiniteFuture();
 };
 
-class Client {
+class Client : private PhaseCalls {
  public:
   // Errors as DialDaemon.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(ConnectOptions options);
   // Leases and uses have ended.
-  ~Client();
+  ~Client() override;
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
@@ -67,6 +67,9 @@ class Client {
   absl::StatusOr<v1::ActivateResponse> CallActivate(std::string_view model, const ActivateOptions& options);
   absl::StatusOr<Lease> ActivateWith(Reader& reader, std::string_view model, const ActivateOptions& options);
   void ReleaseLease(uint64_t lease_id);
+  absl::StatusOr<PhaseBegun> CallBeginPhase(uint64_t lease_id, std::string_view component,
+                                            absl::Time deadline) override;
+  absl::Status CallEndPhase(uint64_t lease_id, uint64_t phase_id) override;
 
   const ConnectOptions options_;
   std::shared_ptr<grpc::Channel> channel_;

@@ -38,8 +38,15 @@ Use::~Use() {
   word.Leave();
 }
 
-absl::StatusOr<Lease> Lease::Make(Reader& reader, LeaseRecord& record, TensorTable table) {
-  Lease lease(reader, record);
+absl::Status Phase::End() {
+  if (calls_ == nullptr) return absl::OkStatus();
+  const absl::Status status = calls_->CallEndPhase(lease_id_, begun_.phase_id);
+  if (status.ok()) calls_ = nullptr;
+  return status;
+}
+
+absl::StatusOr<Lease> Lease::Make(Reader& reader, LeaseRecord& record, TensorTable table, PhaseCalls* phases) {
+  Lease lease(reader, record, phases);
   const LeaseGrant& grant = record.pages->grant();
   if (table.layout_digest != grant.layout_digest || table.span_bytes != grant.span_bytes) {
     return Refuse(absl::StatusCode::kFailedPrecondition, "LAYOUT_MISMATCH",
@@ -69,12 +76,14 @@ void Lease::AddTensors(TensorTable table) {
 Lease::Lease(Lease&& other) noexcept
     : reader_(other.reader_),
       record_(std::exchange(other.record_, nullptr)),
+      phases_(other.phases_),
       tensors_(std::move(other.tensors_)),
       by_name_(std::move(other.by_name_)) {}
 
 Lease& Lease::operator=(Lease&& other) noexcept {
   std::swap(reader_, other.reader_);
   std::swap(record_, other.record_);
+  std::swap(phases_, other.phases_);
   std::swap(tensors_, other.tensors_);
   std::swap(by_name_, other.by_name_);
   return *this;
@@ -116,6 +125,21 @@ absl::Status Lease::WhyOutside(absl::Time deadline, bool timed_out) const {
   if (!timed_out) return reader_->StopStatus(*record_);
   return Refuse(absl::StatusCode::kDeadlineExceeded, "DEADLINE",
                 absl::StrCat(model(), " was not on its GPU by ", absl::FormatTime(deadline, absl::LocalTimeZone())));
+}
+
+absl::StatusOr<Phase> Lease::BeginPhase(std::string_view component, const PhaseOptions& options) {
+  if (phases_ == nullptr) {
+    return Refuse(absl::StatusCode::kFailedPrecondition, "NOT_PHASED",
+                  absl::StrCat(model(), " is held: all of it is there while it is active"));
+  }
+  const auto begun = phases_->CallBeginPhase(record_->id, component, options.deadline);
+  if (!begun.ok()) return begun.status();
+  // From here on the phase ends, whether or not its cells come.
+  Phase phase(*phases_, record_->id, *begun);
+  if (auto status = reader_->AwaitGeneration(record_->id, begun->generation, options.deadline); !status.ok()) {
+    return status;
+  }
+  return phase;
 }
 
 void Lease::Forget(CUstream stream) { record_->pages->ForgetStream(stream); }

@@ -29,6 +29,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/phase.h"
 
 namespace residency {
 
@@ -83,8 +84,10 @@ class Use {
 class Lease {
  public:
   // For Client: joins a lease that `reader` has claimed with the table of its model.
+  // `phases` outlives the lease; nullptr where the model is held.
   // FAILED_PRECONDITION/LAYOUT_MISMATCH where they are not of one layout; the claim is given back then.
-  static absl::StatusOr<Lease> Make(Reader& reader, LeaseRecord& record, TensorTable table);
+  static absl::StatusOr<Lease> Make(Reader& reader, LeaseRecord& record, TensorTable table,
+                                    PhaseCalls* phases = nullptr);
 
   Lease(Lease&& other) noexcept;
   Lease& operator=(Lease&& other) noexcept;
@@ -109,6 +112,15 @@ class Lease {
   //  UNAVAILABLE/DEVICE_LOST, RESOURCE_EXHAUSTED/GPU_MEMORY, ...: the cells could not be mapped.
   absl::StatusOr<residency::Use> Use(const UseOptions& options = {});
 
+  // Whether the model goes by phases: then nothing is under the addresses, and Use waits, outside a phase.
+  bool phased() const { return phases_ != nullptr; }
+
+  // Brings a component of a phased model onto the GPU, and takes off the one whose phase this lease was in. Leases that
+  // want the same component share it; while others are in another one's phase this waits.
+  //  FAILED_PRECONDITION/NOT_PHASED; the refusals of the call BeginPhase; DEADLINE_EXCEEDED/DEADLINE; what Use says of
+  //  a lease that is over.
+  absl::StatusOr<Phase> BeginPhase(std::string_view component, const PhaseOptions& options = {});
+
   // Drops a stream that an earlier use named. Its work on the weights must be done.
   void Forget(CUstream stream);
 
@@ -119,12 +131,14 @@ class Lease {
   absl::Status ReadTensor(const LeaseTensor& tensor, void* out);
 
  private:
-  Lease(Reader& reader, LeaseRecord& record) : reader_(&reader), record_(&record) {}
+  Lease(Reader& reader, LeaseRecord& record, PhaseCalls* phases)
+      : reader_(&reader), record_(&record), phases_(phases) {}
   void AddTensors(TensorTable table);
   absl::Status WhyOutside(absl::Time deadline, bool timed_out) const;
 
   Reader* reader_;
   LeaseRecord* record_;  // nullptr once moved from
+  PhaseCalls* phases_;
   std::vector<LeaseTensor> tensors_;
   std::map<std::string, size_t, std::less<>> by_name_;  // into tensors_; kAmbiguous where several have the name
 };

@@ -66,6 +66,18 @@ void Reader::EndActivation() {
 
 absl::StatusOr<LeaseRecord*> Reader::Claim(uint64_t lease_id, uint64_t generation, absl::Time deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
+  auto record = AwaitLocked(lock, lease_id, generation, deadline);
+  if (record.ok()) ++(*record)->handles;
+  return record;
+}
+
+absl::Status Reader::AwaitGeneration(uint64_t lease_id, uint64_t generation, absl::Time deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return AwaitLocked(lock, lease_id, generation, deadline).status();
+}
+
+absl::StatusOr<LeaseRecord*> Reader::AwaitLocked(std::unique_lock<std::mutex>& lock, uint64_t lease_id,
+                                                 uint64_t generation, absl::Time deadline) {
   while (true) {
     const auto found = records_.find(lease_id);
     if (found != records_.end()) {
@@ -78,7 +90,6 @@ absl::StatusOr<LeaseRecord*> Reader::Claim(uint64_t lease_id, uint64_t generatio
                       absl::StrCat("the lease on ", record.model, " was released while it was activated again"));
       }
       if (record.pages != nullptr && record.generation.load(std::memory_order_acquire) >= generation) {
-        ++record.handles;
         return &record;
       }
     } else if (!session_status_.ok()) {

@@ -101,6 +101,9 @@ class Reader {
   // why the cells could not be mapped.
   absl::StatusOr<LeaseRecord*> Claim(uint64_t lease_id, uint64_t generation, absl::Time deadline);
 
+  // Waits as Claim does for a lease of which a handle is held, and takes none.
+  absl::Status AwaitGeneration(uint64_t lease_id, uint64_t generation, absl::Time deadline);
+
   // Gives a handle back; the last one ends the lease, as ~Lease says.
   void Retire(uint64_t lease_id);
 
@@ -113,6 +116,9 @@ class Reader {
  private:
   Reader(PageChannel channel, const Driver& driver, UniqueFd wakeup, ReleaseLeaseFunction release_lease);
   void Wake();
+  // Called with the lock held, which it gives up while it waits.
+  absl::StatusOr<LeaseRecord*> AwaitLocked(std::unique_lock<std::mutex>& lock, uint64_t lease_id, uint64_t generation,
+                                           absl::Time deadline);
 
   // All below: reader thread.
   void Run();

@@ -9,6 +9,22 @@
 #include "mechanisms/refusal.h"
 
 namespace residency {
+namespace {
+
+// Why `session` may not speak for `lease`, which may be nobody's.
+absl::Status CheckLease(const Records& records, SessionId session, LeaseId lease) {
+  const auto found = records.leases.find(lease);
+  if (found == records.leases.end()) {
+    return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_LEASE", absl::StrCat("lease ", lease.value, " is over"));
+  }
+  if (found->second.session != session) {
+    return Refuse(absl::StatusCode::kPermissionDenied, "SESSION_OWNER",
+                  absl::StrCat("lease ", lease.value, " belongs to another session"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
 
 Arbiter::Arbiter(const ArbiterOptions& options) : options_(options) {
   for (const DeviceRecord& device : options.devices) {
@@ -62,12 +78,15 @@ ModelRecord* Arbiter::ModelFor(RequestId request, std::string_view name) {
 
 void Arbiter::On(const RegisterRequested& event) {
   if (ModelRecord* model = records_.FindModel(event.name)) {
-    if (model->identity != event.identity) {
-      context_.effects.push_back(
-          Reply{event.request,
-                Refuse(absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
-                       absl::StrCat("the name '", event.name, "' belongs to another checkpoint")),
-                {}});
+    if (model->identity != event.identity || model->mode != event.mode) {
+      const std::string other = model->identity != event.identity
+                                    ? "belongs to another checkpoint"
+                                    : absl::StrCat("is registered as ", std::string(ModelModeName(model->mode)),
+                                                   ", not as ", std::string(ModelModeName(event.mode)));
+      context_.effects.push_back(Reply{event.request,
+                                       Refuse(absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
+                                              absl::StrCat("the name '", event.name, "' ", other, "; unload it first")),
+                                       {}});
     } else if (model->state == ModelState::kRegistering) {
       model->registrations.push_back(event.request);
       context_.effects.push_back(JoinMirrors{model->id, event.request});
@@ -105,6 +124,7 @@ void Arbiter::On(const RegisterRequested& event) {
   model.device = event.device;
   model.budget = event.budget;
   model.layout = event.layout;
+  model.mode = event.mode;
   model.last_used = context_.now;
   model.registrations = {event.request};
   context_.effects.push_back(BuildMirrors{id, event.request});
@@ -170,12 +190,15 @@ void Arbiter::On(const ActivateRequested& event) {
   }
   const ModelRecord* const model = ModelFor(event.request, event.name);
   if (model == nullptr) return;
-  if (event.deadline != absl::InfiniteFuture()) {
-    const TimerId timer{context_.next_timer++};
-    deadlines_.emplace(timer, event.request);
-    context_.effects.push_back(SetTimer{timer, event.deadline});
-  }
+  SetDeadline(event.request, event.deadline);
   QueueOf(model->id)->Add(event, model->id);
+}
+
+void Arbiter::SetDeadline(RequestId request, absl::Time deadline) {
+  if (deadline == absl::InfiniteFuture()) return;
+  const TimerId timer{context_.next_timer++};
+  deadlines_.emplace(timer, request);
+  context_.effects.push_back(SetTimer{timer, deadline});
 }
 
 void Arbiter::On(const DeactivateRequested& event) {
@@ -210,7 +233,7 @@ void Arbiter::On(const TimerFired& event) {
     const RequestId request = deadline->second;
     deadlines_.erase(deadline);
     return GiveUp(request, Refuse(absl::StatusCode::kDeadlineExceeded, "DEADLINE",
-                                  "the deadline passed before the model was active"));
+                                  "the deadline passed before the bytes were on the GPU"));
   }
   for (auto& [id, queue] : queues_) {
     if (queue.On(event)) return;
@@ -261,19 +284,40 @@ void Arbiter::On(const SessionEnded& event) {
 }
 
 void Arbiter::On(const ReleaseLeaseRequested& event) {
-  const auto lease = records_.leases.find(event.lease);
-  absl::Status status;
-  if (lease != records_.leases.end() && lease->second.session != event.session) {
-    status = Refuse(absl::StatusCode::kPermissionDenied, "SESSION_OWNER",
-                    absl::StrCat("lease ", event.lease.value, " belongs to another session"));
-  } else if (lease != records_.leases.end() && lease->second.release) {
+  absl::Status status = CheckLease(records_, event.session, event.lease);
+  if (status.ok()) {
+    LeaseRecord& lease = records_.leases.at(event.lease);
+    if (!lease.release) {
+      lease.release = event.request;
+      return Release(lease);
+    }
     status = Refuse(absl::StatusCode::kFailedPrecondition, "RELEASING",
                     absl::StrCat("lease ", event.lease.value, " is being released already"));
-  } else if (lease != records_.leases.end()) {
-    lease->second.release = event.request;
-    return Release(lease->second);
   }
-  context_.effects.push_back(Reply{event.request, status, {}});
+  // One that is over has been released.
+  if (status.code() == absl::StatusCode::kNotFound) status = absl::OkStatus();
+  context_.effects.push_back(Reply{event.request, std::move(status), {}});
+}
+
+void Arbiter::On(const BeginPhaseRequested& event) {
+  if (absl::Status status = CheckLease(records_, event.session, event.lease); !status.ok()) {
+    return context_.effects.push_back(Reply{event.request, std::move(status), {}});
+  }
+  SetDeadline(event.request, event.deadline);
+  const ModelId model = records_.leases.at(event.lease).model;
+  QueueOf(model)->Add(event, model);
+}
+
+void Arbiter::On(const EndPhaseRequested& event) {
+  absl::Status status = CheckLease(records_, event.session, event.lease);
+  // A lease that is over is in no phase.
+  if (status.code() == absl::StatusCode::kNotFound) status = absl::OkStatus();
+  const auto lease = records_.leases.find(event.lease);
+  if (!status.ok() || lease == records_.leases.end()) {
+    return context_.effects.push_back(Reply{event.request, std::move(status), {}});
+  }
+  const ModelId model = lease->second.model;
+  QueueOf(model)->Add(event, model);
 }
 
 // A lease that ends goes the way of every revocation: were the client to close its use word itself, that could cross

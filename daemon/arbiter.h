@@ -44,6 +44,8 @@ class Arbiter {
   void On(const DeactivateRequested& event);
   void On(const VerifyRequested& event);
   void On(const ReleaseLeaseRequested& event);
+  void On(const BeginPhaseRequested& event);
+  void On(const EndPhaseRequested& event);
   void On(const RequestCancelled& event);
   void On(const MirrorsBuilt& event);
   void On(const DeviceMeasured& event);
@@ -66,6 +68,7 @@ class Arbiter {
   void Drop(LeaseId lease, std::string_view reason, std::string_view message = "");
   void ForgetDeadlines();
   void Release(LeaseRecord& lease);
+  void SetDeadline(RequestId request, absl::Time deadline);
   void GiveUp(RequestId request, const absl::Status& status);
 
   const ArbiterOptions options_;

@@ -133,8 +133,9 @@ RequestId Broker::Register(RegisterOptions options, Progress progress, Done done
                          auto model = std::make_unique<LoadedModel>();
                          model->checkpoint = *std::move(checkpoint);
                          model->device = device;
-                         RegisterRequested event{request, options.name,   model->checkpoint.identity,
-                                                 device,  options.budget, WithoutTensors(model->checkpoint.layout)};
+                         RegisterRequested event{request,     options.name,   model->checkpoint.identity,
+                                                 device,      options.budget, WithoutTensors(model->checkpoint.layout),
+                                                 options.mode};
                          loading_.emplace(request, std::move(model));
                          Ask(request, event);
                        });
@@ -164,6 +165,16 @@ RequestId Broker::Verify(const std::string& name, Done done) {
 RequestId Broker::ReleaseLease(SessionId session, LeaseId lease, Done done) {
   const RequestId request = Expect(std::move(done));
   return Ask(request, ReleaseLeaseRequested{request, session, lease});
+}
+
+RequestId Broker::BeginPhase(BeginPhaseRequested event, Done done) {
+  event.request = Expect(std::move(done));
+  return Ask(event.request, event);
+}
+
+RequestId Broker::EndPhase(EndPhaseRequested event, Done done) {
+  event.request = Expect(std::move(done));
+  return Ask(event.request, event);
 }
 
 void Broker::Cancel(RequestId request) {

@@ -42,6 +42,7 @@ struct RegisterOptions {
   std::vector<ComponentSource> components;
   std::string device_uuid;  // empty: the first
   Budget budget;
+  ModelMode mode = ModelMode::kHeld;
 };
 
 class Broker {
@@ -61,6 +62,8 @@ class Broker {
   RequestId Deactivate(const std::string& name, absl::Duration drain, Done done);
   RequestId Verify(const std::string& name, Done done);
   RequestId ReleaseLease(SessionId session, LeaseId lease, Done done);
+  RequestId BeginPhase(BeginPhaseRequested request, Done done);
+  RequestId EndPhase(EndPhaseRequested request, Done done);
   void Cancel(RequestId request);
 
   // Measures and builds the status of one model, or of all. NOT_FOUND/NO_SUCH_MODEL.
@@ -74,6 +77,7 @@ class Broker {
     const Layout& layout;
     std::string device_uuid;
     uint64_t layout_digest;
+    ModelMode mode;
   };
   absl::StatusOr<ModelView> Find(const std::string& name) const;
   // The same by the core's number; the model exists.

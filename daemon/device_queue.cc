@@ -14,10 +14,6 @@ RequestId RequestOf(const DeviceQueue::Request& request) {
   return std::visit([](const auto& r) { return r.request; }, request);
 }
 
-const std::string& NameOf(const DeviceQueue::Request& request) {
-  return std::visit([](const auto& r) -> const std::string& { return r.name; }, request);
-}
-
 void DeviceQueue::Add(Request request, ModelId model) {
   waiting_.push_back({std::move(request), model});
   Pump();
@@ -33,12 +29,19 @@ bool DeviceQueue::GiveUp(RequestId request, const absl::Status& status) {
     if (job_->phase == Phase::kRevoking) TakeBack();
     return true;
   }
-  const auto found = std::find_if(waiting_.begin(), waiting_.end(),
-                                  [&](const Waiting& waiting) { return RequestOf(waiting.request) == request; });
-  if (found == waiting_.end()) return false;
-  waiting_.erase(found);
-  Emit(Reply{request, status, {}});
-  return true;
+  for (std::deque<Waiting>* waiting : {&waiting_, &waiting_for_phase_}) {
+    const auto found = std::find_if(waiting->begin(), waiting->end(),
+                                    [&](const Waiting& entry) { return RequestOf(entry.request) == request; });
+    if (found == waiting->end()) continue;
+    const ModelId model = found->model;
+    waiting->erase(found);
+    Emit(Reply{request, status, {}});
+    // It may have been about to take the place of a component that nobody needs any more.
+    if (records_.models.contains(model)) TakeOffLeft(model);
+    Pump();
+    return true;
+  }
+  return false;
 }
 
 void DeviceQueue::Pump() {
@@ -49,8 +52,7 @@ void DeviceQueue::Pump() {
     waiting_.pop_front();
     job_ = Job{.request = std::move(next.request), .began = context_.now, .model = next.model};
     if (!records_.models.contains(next.model)) {
-      ReplyNow(Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL",
-                      absl::StrCat(NameOf(job_->request), " was unloaded while the request waited")));
+      ReplyNow(Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL", "the model was unloaded while the request waited"));
       Finish();
       continue;
     }
@@ -76,8 +78,8 @@ void DeviceQueue::Start(const ActivateRequested& request) {
     status = Refuse(absl::StatusCode::kFailedPrecondition, "REGISTERING",
                     absl::StrCat(model.name, " is still being registered"));
   }
-  if (status.ok()) status = PlanHeld(model.name, model.layout, request.budget).status();
-  if (status.ok()) status = PlanHeld(model.name, model.layout, model.budget).status();
+  if (status.ok()) status = CheckBudget(model.name, model.layout, model.mode, request.budget);
+  if (status.ok()) status = CheckBudget(model.name, model.layout, model.mode, model.budget);
   if (!status.ok()) {
     ReplyNow(status);
     return Finish();
@@ -95,26 +97,33 @@ void DeviceQueue::On(const DeviceMeasured& event) {
     return Finish();
   }
   ModelRecord& model = Model(job_->model);
-  const DeviceRoom room{.total_bytes = event.total_bytes,
-                        .free_bytes = event.free_bytes,
-                        .pool_idle_bytes = event.pool_idle_bytes,
-                        .broker_bytes = event.broker_bytes,
-                        .budget_bytes = device().budget_bytes,
-                        .reserve_bytes = device().reserve_bytes};
+  DeviceRoom room{.total_bytes = event.total_bytes,
+                  .free_bytes = event.free_bytes,
+                  .pool_idle_bytes = event.pool_idle_bytes,
+                  .broker_bytes = event.broker_bytes,
+                  .budget_bytes = device().budget_bytes,
+                  .reserve_bytes = device().reserve_bytes};
   std::vector<Occupant> occupants;
   std::vector<LeaseId> in_use = event.leases_in_use;
   for (const auto& [id, other] : records_.models) {
     if (other.device != device_ || other.state != ModelState::kActive || id == model.id) continue;
-    Occupant occupant{id, other.claimed_device_bytes, false, other.last_used};
+    // What a phased one has claimed beyond what is there is promised to its next phase.
+    const bool phased = other.mode == ModelMode::kPhased;
+    const uint64_t device_bytes =
+        phased ? std::min(other.device_bytes, other.claimed_device_bytes) : other.claimed_device_bytes;
+    Occupant occupant{id, device_bytes, false, other.last_used, other.claimed_device_bytes - device_bytes};
+    room.promised_bytes += occupant.promised_bytes;
     for (const LeaseRecord* lease : records_.LeasesOf(id)) {
       // A lease whose client is just mapping is about to be used; one that hung up cannot be asked.
-      const bool waits = lease->state != LeaseState::kLive && lease->holds_cells() && !lease->release;
+      // Between its phases the owner of a claim has nothing on the GPU, and must find room for the next one.
+      const bool mapping = lease->state != LeaseState::kLive && lease->holds_cells();
+      const bool waits = (mapping || phased) && !lease->release;
       if (waits) in_use.push_back(lease->id);
       occupant.in_use |= waits || std::find(in_use.begin(), in_use.end(), lease->id) != in_use.end();
     }
     occupants.push_back(occupant);
   }
-  const uint64_t needed_bytes = Price(model.layout, AllResident(model.layout));
+  const uint64_t needed_bytes = ClaimedBytes(model.layout, model.mode);
   RoomDecision decision = DecideRoom(needed_bytes, room, std::move(occupants));
   if (!decision.fits) {
     ReplyNow(NoRoom(model, needed_bytes, room, decision, in_use));
@@ -129,11 +138,13 @@ void DeviceQueue::On(const DeviceMeasured& event) {
 
 absl::Status DeviceQueue::NoRoom(const ModelRecord& model, uint64_t needed_bytes, const DeviceRoom& room,
                                  const RoomDecision& decision, const std::vector<LeaseId>& in_use) const {
+  const std::string promised =
+      room.promised_bytes > 0 ? absl::StrCat(", promised to phases ", room.promised_bytes) : "";
   const std::string figures = absl::StrCat(
-      model.name, " needs ", needed_bytes, " bytes on ", device().uuid, "; ", room.available_bytes(),
-      " available (held by the broker ", room.broker_bytes, ", by others ", room.others_bytes(), ", free ",
+      model.name, " needs ", needed_bytes, " bytes on ", device().uuid, "; ", decision.available_bytes,
+      " available (held by the broker ", room.broker_bytes, ", by others ", room.others_bytes(), promised, ", free ",
       room.free_bytes + room.pool_idle_bytes, ", reserve ", room.reserve_bytes, ", budget ", room.budget_bytes, ")");
-  Refusal refusal{.reason = "GPU_BUDGET", .needed_bytes = needed_bytes, .available_bytes = room.available_bytes()};
+  Refusal refusal{.reason = "GPU_BUDGET", .needed_bytes = needed_bytes, .available_bytes = decision.available_bytes};
   if (decision.in_the_way.empty()) return Refuse(absl::StatusCode::kResourceExhausted, refusal, figures);
   refusal.reason = "IN_USE";
   std::string names;
@@ -152,15 +163,15 @@ absl::Status DeviceQueue::NoRoom(const ModelRecord& model, uint64_t needed_bytes
 
 void DeviceQueue::Fill() {
   ModelRecord& model = Model(job_->model);
-  Plan plan = AllResident(model.layout);
   model.Apply(ModelChange::kActivationBegan);
-  model.claimed_device_bytes = Price(model.layout, plan);
+  model.claimed_device_bytes = ClaimedBytes(model.layout, model.mode);
   job_->phase = Phase::kFilling;
-  Emit(RealizePlan{model.id, std::move(plan)});
+  Emit(RealizePlan{model.id, ActivationPlan(model.layout, model.mode)});
 }
 
 void DeviceQueue::FinishActivation(const PlanRealized& event) {
   ModelRecord& model = Model(job_->model);
+  model.device_bytes = event.device_bytes;
   if (!event.status.ok()) {
     model.Apply(event.broken ? ModelChange::kBroke : ModelChange::kActivationUndone);
     model.claimed_device_bytes = 0;
@@ -176,7 +187,7 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
   model.last_error = absl::OkStatus();
   // Leases from before get their cells back, at the same addresses, without asking.
   for (LeaseRecord* lease : records_.LeasesOf(model.id)) {
-    if (lease->state == LeaseState::kRevoked && !lease->release) SendCells(*lease);
+    if (records_.WantsCells(*lease)) SendCells(*lease);
   }
   const LeaseId lease = Grant(std::get<ActivateRequested>(job_->request), model);
   ActivateOutcome outcome = OutcomeOf(model, lease);
@@ -208,7 +219,7 @@ LeaseId DeviceQueue::Grant(const ActivateRequested& request, ModelRecord& model)
     Emit(GrantLease{id, request.session, model.id});
   }
   lease->working_bytes = request.working_bytes;
-  if (lease->state == LeaseState::kRevoked) SendCells(*lease);
+  if (records_.WantsCells(*lease)) SendCells(*lease);
   return lease->id;
 }
 
@@ -253,9 +264,9 @@ void DeviceQueue::On(const CellsVerified& event) {
 // ---- Common. ----
 
 void DeviceQueue::ReplyNow(absl::Status status, decltype(Reply::outcome) outcome) {
-  if (job_->replied) return;
-  job_->replied = true;
-  Emit(Reply{RequestOf(job_->request), std::move(status), std::move(outcome)});
+  if (std::exchange(job_->replied, true)) return;
+  // What the core asked of itself is answered to nobody.
+  if (const RequestId request = RequestOf(job_->request)) Emit(Reply{request, std::move(status), std::move(outcome)});
 }
 
 void DeviceQueue::Finish() {
@@ -267,6 +278,7 @@ void DeviceQueue::Finish() {
     if (pool_timer_) Emit(Effect(residency::SetTimer{pool_timer_, absl::InfiniteFuture()}));
     pool_timer_ = SetTimer(pool_idle_);
   }
+  WakeWaiting();
   Pump();
 }
 

@@ -10,6 +10,9 @@
 //               when the time is up while kRevoking: kReopening [UseWordsReopened], and it is undone
 //   unload:     as deactivate where active, kDropping [ModelDropped]
 //   verify:     kVerifying [CellsVerified]
+//   begin or end of a component's phase: leases that are in no phase let their cells go as at deactivate, then
+//               kFilling or kUnmapping [PlanRealized], unless other leases are in the phase that is on
+// The beginning of a phase that has to wait for the end of another one waits beside the queue.
 #ifndef RESIDENCY_DAEMON_DEVICE_QUEUE_H_
 #define RESIDENCY_DAEMON_DEVICE_QUEUE_H_
 
@@ -36,6 +39,7 @@ struct Context {
   std::vector<Effect> effects;
   uint64_t next_lease = 1;
   uint64_t next_timer = 1;
+  uint64_t next_phase = 1;
 };
 
 class DeviceQueue {
@@ -45,7 +49,8 @@ class DeviceQueue {
   DeviceQueue(const DeviceQueue&) = delete;
   DeviceQueue& operator=(const DeviceQueue&) = delete;
 
-  using Request = std::variant<ActivateRequested, DeactivateRequested, UnloadRequested, VerifyRequested>;
+  using Request = std::variant<ActivateRequested, DeactivateRequested, UnloadRequested, VerifyRequested,
+                               BeginPhaseRequested, EndPhaseRequested>;
   // Takes the request about `model` up now or when those before it are done. The model is meant, not its name, which
   // may have changed hands by then.
   void Add(Request request, ModelId model);
@@ -83,6 +88,8 @@ class DeviceQueue {
     absl::Time began;
     ModelId model;                 // of the request
     ModelId clearing;              // the model that is being taken off: `model`, or a victim
+    uint32_t component = 0;        // whose phase is to begin
+    PhaseId left;                  // the phase that the request's lease was in
     std::vector<ModelId> victims;  // still to be taken off
     std::vector<std::string> evicted;
     bool replied = false;
@@ -95,10 +102,21 @@ class DeviceQueue {
   void Start(const DeactivateRequested& request);
   void Start(const UnloadRequested& request);
   void Start(const VerifyRequested& request);
+  void Start(const BeginPhaseRequested& request);
+  void Start(const EndPhaseRequested& request);
   void Fill();
   void FinishActivation(const PlanRealized& event);
   void Clear(ModelId model);
   bool drains() const;
+  bool changes_phase() const;
+  bool MustLetGo(const LeaseRecord& lease) const;
+  void LetGo();
+  void PhaseCleared();
+  void EnterPhase(LeaseRecord& lease, const PlanRealized& moved);
+  void FinishPhase(const PlanRealized& event);
+  void RestorePhase();
+  void WakeWaiting();
+  void TakeOffLeft(ModelId model);
   void Unmap(ModelId model);
   void CheckRevoked();
   void TakeBack();
@@ -121,6 +139,7 @@ class DeviceQueue {
   Records& records_;
   Context& context_;
   std::deque<Waiting> waiting_;
+  std::deque<Waiting> waiting_for_phase_;
   std::optional<Job> job_;
   bool pumping_ = false;
   TimerId release_timer_;
@@ -129,7 +148,6 @@ class DeviceQueue {
 };
 
 RequestId RequestOf(const DeviceQueue::Request& request);
-const std::string& NameOf(const DeviceQueue::Request& request);
 
 }  // namespace residency
 

@@ -37,14 +37,15 @@ void DeviceQueue::Clear(ModelId id) {
   std::vector<LeaseId> hung_up;
   bool waits = false;
   for (const LeaseRecord* lease : records_.LeasesOf(id)) {
+    if (!MustLetGo(*lease)) continue;
     if (lease->state == LeaseState::kLive) live.push_back(lease->id);
     if (lease->state == LeaseState::kUnresponsive) hung_up.push_back(lease->id);
     // Cells that are on their way, or on their way back, will have arrived in a moment.
     waits |= lease->holds_cells();
   }
-  if (model.state == ModelState::kActive) model.Apply(ModelChange::kDeactivationBegan);
+  if (model.state == ModelState::kActive && !changes_phase()) model.Apply(ModelChange::kDeactivationBegan);
   if (!hung_up.empty() && !drains()) return NotCleared(records_.InUse(model.name, hung_up, context_.now));
-  if (!waits) return Unmap(id);
+  if (!waits) return LetGo();
   job_->phase = Phase::kClosing;
   release_timer_ = SetTimer(drains() ? std::get<DeactivateRequested>(job_->request).drain : kReleaseDeadline);
   Emit(CloseUseWords{id, std::move(live), !drains()});
@@ -56,6 +57,14 @@ bool DeviceQueue::drains() const {
   return deactivate != nullptr && deactivate->drain > absl::ZeroDuration();
 }
 
+// All leases, but that a phase which goes on keeps those that are in it.
+bool DeviceQueue::MustLetGo(const LeaseRecord& lease) const { return !changes_phase() || !lease.phase; }
+
+void DeviceQueue::LetGo() {
+  if (changes_phase()) return PhaseCleared();
+  Unmap(job_->clearing);
+}
+
 void DeviceQueue::On(const UseWordsClosed& event) {
   if (!job_.has_value() || job_->phase != Phase::kClosing || job_->clearing != event.model) return;
   if (!event.in_use.empty()) {
@@ -65,7 +74,7 @@ void DeviceQueue::On(const UseWordsClosed& event) {
   }
   job_->phase = Phase::kRevoking;
   for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
-    if (lease->state != LeaseState::kLive) continue;
+    if (lease->state != LeaseState::kLive || !MustLetGo(*lease)) continue;
     lease->state = LeaseState::kRevoking;
     Emit(RevokeLease{lease->id, lease->generation});
   }
@@ -76,9 +85,11 @@ void DeviceQueue::OnLeaseLet(ModelId model) {
   if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) return CheckRevoked();
   // It came too late for the revocation that asked for it, and the model stayed: it gets its cells back.
   for (LeaseRecord* lease : records_.LeasesOf(model)) {
-    const bool lost = lease->state == LeaseState::kRevoked && !lease->release;
-    if (lost && Model(model).state == ModelState::kActive) SendCells(*lease);
+    if (records_.WantsCells(*lease)) SendCells(*lease);
   }
+  WakeWaiting();
+  TakeOffLeft(model);
+  Pump();
 }
 
 void DeviceQueue::OnLeaseLive(ModelId model) {
@@ -89,16 +100,17 @@ void DeviceQueue::CheckRevoked() {
   // A lease that became live while others were being closed is closed in its turn.
   std::vector<LeaseId> live;
   for (const LeaseRecord* lease : records_.LeasesOf(job_->clearing)) {
-    if (lease->state == LeaseState::kLive) live.push_back(lease->id);
+    if (lease->state == LeaseState::kLive && MustLetGo(*lease)) live.push_back(lease->id);
   }
   if (!live.empty()) {
     job_->phase = Phase::kClosing;
     Emit(CloseUseWords{job_->clearing, std::move(live), !drains()});
     return;
   }
-  const std::vector<LeaseRecord*> leases = records_.LeasesOf(job_->clearing);
-  if (std::any_of(leases.begin(), leases.end(), [](const LeaseRecord* lease) { return lease->holds_cells(); })) return;
-  Unmap(job_->clearing);
+  for (const LeaseRecord* lease : records_.LeasesOf(job_->clearing)) {
+    if (lease->holds_cells() && MustLetGo(*lease)) return;
+  }
+  LetGo();
 }
 
 bool DeviceQueue::On(const TimerFired& event) {
@@ -126,7 +138,7 @@ void DeviceQueue::On(const UseWordsReopened& event) {
   if (!job_.has_value() || job_->phase != Phase::kReopening || job_->clearing != event.model) return;
   std::vector<LeaseId> holders;
   for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
-    if (lease->holds_cells()) holders.push_back(lease->id);
+    if (lease->holds_cells() && MustLetGo(*lease)) holders.push_back(lease->id);
     const bool taken = std::find(event.taken.begin(), event.taken.end(), lease->id) != event.taken.end();
     if (lease->state == LeaseState::kRevoking && !taken) lease->state = LeaseState::kLive;
   }
@@ -136,10 +148,10 @@ void DeviceQueue::On(const UseWordsReopened& event) {
 void DeviceQueue::NotCleared(const absl::Status& status) {
   ModelRecord& model = Model(job_->clearing);
   if (model.state == ModelState::kDeactivating) model.Apply(ModelChange::kDeactivationUndone);
+  RestorePhase();
   ReplyNow(status);
   for (LeaseRecord* lease : records_.LeasesOf(model.id)) {
-    const bool lost = lease->state == LeaseState::kRevoked && !lease->release;
-    if (lost && model.state == ModelState::kActive) SendCells(*lease);
+    if (records_.WantsCells(*lease)) SendCells(*lease);
   }
   Finish();
 }
@@ -151,13 +163,17 @@ void DeviceQueue::Unmap(ModelId id) {
 
 void DeviceQueue::On(const PlanRealized& event) {
   if (!job_.has_value()) return;
-  if (job_->phase == Phase::kFilling && job_->model == event.model) return FinishActivation(event);
-  if (job_->phase == Phase::kUnmapping && job_->clearing == event.model) return Cleared(event);
+  const bool filled = job_->phase == Phase::kFilling && job_->model == event.model;
+  const bool unmapped = job_->phase == Phase::kUnmapping && job_->clearing == event.model;
+  if ((filled || unmapped) && changes_phase()) return FinishPhase(event);
+  if (filled) return FinishActivation(event);
+  if (unmapped) return Cleared(event);
 }
 
 void DeviceQueue::Cleared(const PlanRealized& event) {
   ModelRecord& model = Model(event.model);
   const bool unloading = std::holds_alternative<UnloadRequested>(job_->request);
+  model.device_bytes = event.device_bytes;
   if (!event.status.ok()) {
     model.last_error = event.status;
     if (!event.broken && !unloading) return NotCleared(event.status);
@@ -169,6 +185,8 @@ void DeviceQueue::Cleared(const PlanRealized& event) {
   job_->pooled = true;
   job_->unmapped_bytes = event.unmapped_bytes;
   if (model.state == ModelState::kDeactivating) model.Apply(ModelChange::kDeactivated);
+  model.component_on_gpu.reset();
+  for (LeaseRecord* lease : records_.LeasesOf(model.id)) lease->phase = PhaseId{};
   model.claimed_device_bytes = 0;
   if (unloading) return DropModelNow();
   if (std::holds_alternative<DeactivateRequested>(job_->request)) {

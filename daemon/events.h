@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "daemon/ids.h"
+#include "daemon/residency.h"
 #include "mechanisms/layout.h"
 #include "mechanisms/plan.h"
 
@@ -30,6 +31,7 @@ struct RegisterRequested {
   DeviceId device;
   Budget budget;
   Layout layout;
+  ModelMode mode = ModelMode::kHeld;
 };
 
 struct UnloadRequested {
@@ -61,6 +63,22 @@ struct ReleaseLeaseRequested {
   RequestId request;
   SessionId session;
   LeaseId lease;
+};
+
+// The lease wants a component of its phased model on the GPU, and lets go of the one that it is in.
+struct BeginPhaseRequested {
+  RequestId request;
+  SessionId session;
+  LeaseId lease;
+  std::string component;
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+struct EndPhaseRequested {
+  RequestId request;  // nobody: the core's own, for a component that all have left
+  SessionId session;
+  LeaseId lease;
+  PhaseId phase;
 };
 
 // The caller has gone away; it gets its Reply all the same, as a CANCELLED.
@@ -177,10 +195,11 @@ struct LeaseFailed {
   bool by_client = false;  // then `status` is the client's word
 };
 
-using Event = std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
-                           ReleaseLeaseRequested, RequestCancelled, MirrorsBuilt, DeviceMeasured, PlanRealized,
-                           CellsVerified, ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired, SessionOpened,
-                           SessionHungUp, SessionEnded, LeaseMapped, LeaseReleased, LeaseFailed>;
+using Event =
+    std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
+                 ReleaseLeaseRequested, BeginPhaseRequested, EndPhaseRequested, RequestCancelled, MirrorsBuilt,
+                 DeviceMeasured, PlanRealized, CellsVerified, ModelDropped, UseWordsClosed, UseWordsReopened,
+                 TimerFired, SessionOpened, SessionHungUp, SessionEnded, LeaseMapped, LeaseReleased, LeaseFailed>;
 
 // ---- Effects. ----
 
@@ -213,6 +232,16 @@ struct DeactivateOutcome {
   absl::Duration duration;
 };
 
+struct PhaseOutcome {
+  PhaseId phase;
+  uint64_t generation = 0;  // of the lease's cells
+  uint64_t bytes_moved = 0;
+  absl::Duration duration;
+  uint64_t verified_cells = 0;
+  uint64_t refilled_cells = 0;
+  uint64_t device_bytes = 0;  // of the model, measured
+};
+
 struct VerifyOutcome {
   uint64_t verified_cells = 0;
   uint64_t refilled_cells = 0;
@@ -223,7 +252,8 @@ struct VerifyOutcome {
 struct Reply {
   RequestId request;
   absl::Status status;
-  std::variant<std::monostate, RegisterOutcome, UnloadOutcome, ActivateOutcome, DeactivateOutcome, VerifyOutcome>
+  std::variant<std::monostate, RegisterOutcome, UnloadOutcome, ActivateOutcome, DeactivateOutcome, PhaseOutcome,
+               VerifyOutcome>
       outcome;  // monostate where `status` is not OK, or there is nothing to say
 };
 

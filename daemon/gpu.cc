@@ -122,9 +122,9 @@ void Gpu::Verify(ModelId model, std::vector<const Source*> sources, std::functio
 
 namespace {
 
-absl::StatusOr<std::vector<CellToSend>> ExportAll(Arena& arena, const Layout& layout) {
+absl::StatusOr<std::vector<CellToSend>> ExportResident(Arena& arena, const Layout& layout) {
   std::vector<CellToSend> cells;
-  for (uint32_t index = 0; index < layout.cells.size(); ++index) {
+  for (uint32_t index : arena.ResidentCells()) {
     const auto descriptor = arena.Descriptor(index);
     if (!descriptor.ok()) return descriptor.status();
     UniqueFd copy(fcntl(*descriptor, F_DUPFD_CLOEXEC, 0));
@@ -144,7 +144,7 @@ void Gpu::Export(ModelId model, const Layout& layout,
                  std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done) {
   Arena* arena = arenas_.at(model).get();
   loop_->Post([this, arena, &layout, done = std::move(done)]() mutable {
-    auto cells = ExportAll(*arena, layout);
+    auto cells = ExportResident(*arena, layout);
     decision_.Post([cells = std::move(cells), done = std::move(done)]() mutable { done(std::move(cells)); });
   });
 }

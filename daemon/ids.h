@@ -22,6 +22,7 @@ using SessionId = Id<struct SessionTag>;  // the wire's 128 random bits name the
 using RequestId = Id<struct RequestTag>;
 using DeviceId = Id<struct DeviceTag>;  // 1 for the first device in the driver's order; its UUID is the key outside
 using TimerId = Id<struct TimerTag>;
+using PhaseId = Id<struct PhaseTag>;  // one lease's stay in one component's phase; never used twice
 
 }  // namespace residency
 

@@ -33,6 +33,19 @@ std::vector<LeaseRecord*> Records::LeasesOf(ModelId model) {
   return found;
 }
 
+bool Records::WantsCells(const LeaseRecord& lease) const {
+  const ModelRecord& model = models.at(lease.model);
+  return lease.state == LeaseState::kRevoked && !lease.release && model.state == ModelState::kActive &&
+         (model.mode == ModelMode::kHeld || lease.phase);
+}
+
+bool Records::IsInPhase(ModelId model, LeaseId except) const {
+  for (const auto& [id, lease] : leases) {
+    if (lease.model == model && id != except && lease.phase) return true;
+  }
+  return false;
+}
+
 LeaseRecord* Records::FindLease(SessionId session, ModelId model) {
   for (auto& [id, lease] : leases) {
     if (lease.session == session && lease.model == model && !lease.release) return &lease;

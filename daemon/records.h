@@ -40,6 +40,7 @@ struct LeaseRecord {
   uint64_t working_bytes = 0;
   absl::Time since;
   RequestId release;  // its client wants it to end, and waits for that
+  PhaseId phase;      // of a phased model: it is in the phase of the component that is on the GPU
 
   // Whether its process may have cells mapped.
   bool holds_cells() const { return state != LeaseState::kRevoked; }
@@ -66,9 +67,12 @@ struct ModelRecord {
   DeviceId device;
   Budget budget;
   Layout layout;  // without tensors
+  ModelMode mode = ModelMode::kHeld;
   ModelState state = ModelState::kRegistering;
   uint64_t generation = 0;
-  uint64_t claimed_device_bytes = 0;  // promised; what is there is measured elsewhere
+  uint64_t claimed_device_bytes = 0;         // promised; what is there is measured elsewhere
+  uint64_t device_bytes = 0;                 // as measured after the last transition
+  std::optional<uint32_t> component_on_gpu;  // of a phased model
   uint64_t pinned_bytes = 0;
   absl::Time last_used;
   std::optional<ActivationRecord> last_activation;
@@ -98,6 +102,10 @@ struct Records {
   // As FindModel; NOT_FOUND/NO_SUCH_MODEL.
   absl::StatusOr<ModelRecord*> GetModel(std::string_view name);
   std::vector<LeaseRecord*> LeasesOf(ModelId model);
+  // Whether the lease has no cells and should have: its model is active, and in a phase where it goes by phases.
+  bool WantsCells(const LeaseRecord& lease) const;
+  // Whether a lease other than `except` is in a phase of the model.
+  bool IsInPhase(ModelId model, LeaseId except = {}) const;
   // The session's lease on the model; one that is being released does not count.
   LeaseRecord* FindLease(SessionId session, ModelId model);
   Holder HolderOf(const LeaseRecord& lease, absl::Time now) const;

@@ -44,4 +44,6 @@ std::string_view ModelStateName(ModelState state) {
   return kNames[static_cast<int>(state)];
 }
 
+std::string_view ModelModeName(ModelMode mode) { return mode == ModelMode::kPhased ? "phased" : "held"; }
+
 }  // namespace residency

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The states of a model and the table of what leads from one to another. Pure.
+// The states of a model and the table of what leads from one to another, and the ways to be active. Pure.
 #ifndef RESIDENCY_DAEMON_RESIDENCY_H_
 #define RESIDENCY_DAEMON_RESIDENCY_H_
 
@@ -35,11 +35,20 @@ enum class ModelChange : uint8_t {
 };
 inline constexpr int kModelChangeCount = 10;
 
+// How a model is active. Stated at registration, never inferred.
+enum class ModelMode : uint8_t {
+  kHeld,    // all of it is on the GPU
+  kPhased,  // one component at a time is, for as long as a lease is in its phase
+};
+
 // The state that `change` leads to, or nothing where it cannot happen in `state`.
 std::optional<ModelState> NextState(ModelState state, ModelChange change);
 
 // As status shows it: "registering", "inactive", ...
 std::string_view ModelStateName(ModelState state);
+
+// "held", "phased".
+std::string_view ModelModeName(ModelMode mode);
 
 }  // namespace residency
 

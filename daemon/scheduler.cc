@@ -12,7 +12,8 @@ uint64_t SaturatingSubtract(uint64_t from, uint64_t what) { return from > what ?
 
 uint64_t DeviceRoom::available_bytes() const {
   const uint64_t beyond_reserve_bytes = SaturatingSubtract(free_bytes + pool_idle_bytes, reserve_bytes);
-  return std::min(beyond_reserve_bytes, SaturatingSubtract(budget_bytes, broker_bytes));
+  const uint64_t left_bytes = std::min(beyond_reserve_bytes, SaturatingSubtract(budget_bytes, broker_bytes));
+  return SaturatingSubtract(left_bytes, promised_bytes);
 }
 
 uint64_t DeviceRoom::others_bytes() const {
@@ -26,26 +27,26 @@ RoomDecision DecideRoom(uint64_t needed_bytes, const DeviceRoom& room, std::vect
     return a.last_used != b.last_used ? a.last_used < b.last_used : a.model < b.model;
   });
   // What leaves raises both of the limits by its size, but the reserve may have been broken into by others.
-  auto fits_after = [&](uint64_t leaving_bytes) {
-    DeviceRoom after = room;
-    after.pool_idle_bytes += leaving_bytes;
-    after.broker_bytes = SaturatingSubtract(room.broker_bytes, leaving_bytes);
-    return after.available_bytes() >= needed_bytes;
+  DeviceRoom after = room;
+  auto leaves = [&after](const Occupant& occupant) {
+    after.pool_idle_bytes += occupant.device_bytes;
+    after.broker_bytes = SaturatingSubtract(after.broker_bytes, occupant.device_bytes);
+    after.promised_bytes = SaturatingSubtract(after.promised_bytes, occupant.promised_bytes);
   };
-  uint64_t leaving_bytes = 0;
   for (const Occupant& occupant : occupants) {
-    if (fits_after(leaving_bytes)) break;
+    if (after.available_bytes() >= needed_bytes) break;
     if (occupant.in_use) continue;
     decision.victims.push_back(occupant.model);
-    leaving_bytes += occupant.device_bytes;
+    leaves(occupant);
   }
-  decision.fits = fits_after(leaving_bytes);
+  decision.available_bytes = after.available_bytes();
+  decision.fits = decision.available_bytes >= needed_bytes;
   if (decision.fits) return decision;
   decision.victims.clear();
   for (const Occupant& occupant : occupants) {
-    if (occupant.in_use) leaving_bytes += occupant.device_bytes;
+    if (occupant.in_use) leaves(occupant);
   }
-  if (!fits_after(leaving_bytes)) return decision;
+  if (after.available_bytes() < needed_bytes) return decision;
   for (const Occupant& occupant : occupants) {
     if (occupant.in_use) decision.in_the_way.push_back(occupant.model);
   }

@@ -56,6 +56,11 @@ absl::StatusOr<RegisterOptions> RegisterOptionsOf(const v1::RegisterModelRequest
                           .source = request.source(),
                           .device_uuid = request.device_uuid(),
                           .budget = BudgetOf(request.budget())};
+  if (request.mode() != v1::MODEL_MODE_UNSPECIFIED && !v1::ModelMode_IsValid(request.mode())) {
+    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_MODE",
+                  absl::StrCat("mode is ", static_cast<int>(request.mode()), ", which is none that is known here"));
+  }
+  if (request.mode() == v1::MODEL_MODE_PHASED) options.mode = ModelMode::kPhased;
   if (!request.source().empty() || request.components().empty()) {
     if (auto status = CheckPath(request.source()); !status.ok()) return status;
   }
@@ -160,10 +165,50 @@ grpc::ServerUnaryReactor* Service::Activate(grpc::CallbackServerContext* context
         response->set_device_bytes(outcome->device_bytes);
         response->set_device_uuid(model.device_uuid);
         for (const std::string& name : outcome->evicted) response->add_evicted(name);
+        response->set_mode(model.mode == ModelMode::kPhased ? v1::MODEL_MODE_PHASED : v1::MODEL_MODE_HELD);
       }
       call.End(reply.status);
     });
     call.OnGone([this, id] { broker_.Cancel(id); });
+  });
+}
+
+grpc::ServerUnaryReactor* Service::BeginPhase(grpc::CallbackServerContext* context,
+                                              const v1::BeginPhaseRequest* request, v1::BeginPhaseResponse* response) {
+  return UnaryCall::Start(loop_, [this, context, request, response](UnaryCall& call) {
+    const auto session = FindSession(*context, request->session_id());
+    if (!session.ok()) return call.End(session.status());
+    BeginPhaseRequested event{
+        .session = *session, .lease = LeaseId{request->lease_id()}, .component = request->component()};
+    if (request->has_deadline()) {
+      const auto deadline = DurationOf(request->deadline(), "deadline");
+      if (!deadline.ok()) return call.End(deadline.status());
+      event.deadline = MonotonicNow() + *deadline;
+    }
+    const RequestId id = broker_.BeginPhase(std::move(event), [&call, response](const Reply& reply) {
+      if (const auto* outcome = std::get_if<PhaseOutcome>(&reply.outcome)) {
+        response->set_phase_id(outcome->phase.value);
+        response->set_generation(outcome->generation);
+        response->set_bytes_moved(outcome->bytes_moved);
+        response->set_seconds(absl::ToDoubleSeconds(outcome->duration));
+        response->set_verified_cells(outcome->verified_cells);
+        response->set_refilled_cells(outcome->refilled_cells);
+        response->set_device_bytes(outcome->device_bytes);
+      }
+      call.End(reply.status);
+    });
+    call.OnGone([this, id] { broker_.Cancel(id); });
+  });
+}
+
+grpc::ServerUnaryReactor* Service::EndPhase(grpc::CallbackServerContext* context, const v1::EndPhaseRequest* request,
+                                            v1::EndPhaseResponse* response) {
+  return UnaryCall::Start(loop_, [this, context, request](UnaryCall& call) {
+    const auto session = FindSession(*context, request->session_id());
+    if (!session.ok()) return call.End(session.status());
+    const EndPhaseRequested event{
+        .session = *session, .lease = LeaseId{request->lease_id()}, .phase = PhaseId{request->phase_id()}};
+    broker_.EndPhase(event, [&call](const Reply& reply) { call.End(reply.status); });
   });
 }
 

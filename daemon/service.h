@@ -27,6 +27,10 @@ class Service final : public v1::Residency::CallbackService {
                                         v1::UnloadModelResponse* response) override;
   grpc::ServerUnaryReactor* Activate(grpc::CallbackServerContext* context, const v1::ActivateRequest* request,
                                      v1::ActivateResponse* response) override;
+  grpc::ServerUnaryReactor* BeginPhase(grpc::CallbackServerContext* context, const v1::BeginPhaseRequest* request,
+                                       v1::BeginPhaseResponse* response) override;
+  grpc::ServerUnaryReactor* EndPhase(grpc::CallbackServerContext* context, const v1::EndPhaseRequest* request,
+                                     v1::EndPhaseResponse* response) override;
   grpc::ServerUnaryReactor* ReleaseLease(grpc::CallbackServerContext* context, const v1::ReleaseLeaseRequest* request,
                                          v1::ReleaseLeaseResponse* response) override;
   grpc::ServerUnaryReactor* Deactivate(grpc::CallbackServerContext* context, const v1::DeactivateRequest* request,

@@ -56,6 +56,10 @@ v1::LeaseStatus LeaseStatusOf(const LeaseRecord& lease, const Records& records, 
   status.set_working_bytes(lease.working_bytes);
   status.set_age_seconds(holder.age_seconds);
   status.set_state(StateOf(lease.state));
+  const ModelRecord& model = records.models.at(lease.model);
+  if (lease.phase && model.component_on_gpu.has_value()) {
+    status.set_phase(model.layout.components[*model.component_on_gpu].name);
+  }
   return status;
 }
 
@@ -92,7 +96,7 @@ v1::ModelStatus ModelStatusOf(const ModelRecord& record, const Layout& layout, c
   v1::ModelStatus status;
   status.set_name(record.name);
   status.set_state(StateOf(record.state));
-  status.set_mode(v1::MODEL_MODE_HELD);
+  status.set_mode(record.mode == ModelMode::kPhased ? v1::MODEL_MODE_PHASED : v1::MODEL_MODE_HELD);
   status.set_generation(record.generation);
   status.set_payload_bytes(layout.payload_bytes);
   status.set_tax_bytes(layout.tax_bytes());

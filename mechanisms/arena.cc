@@ -31,10 +31,8 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const Device& device, CellP
 
 Arena::~Arena() {
   RealizeReport report;
-  std::vector<uint32_t> all;
-  for (const auto& [cell, memory] : mapped_) all.push_back(cell);
   // A device that refuses this is lost, and its memory goes with its context.
-  (void)Remove(all, report);
+  (void)Remove(ResidentCells(), report);
 }
 
 absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const Source* const> sources) {
@@ -180,8 +178,7 @@ absl::Status Arena::CheckCells(const std::vector<uint32_t>& cells, std::span<con
 }
 
 absl::StatusOr<VerifyReport> Arena::Verify(std::span<const Source* const> sources) {
-  std::vector<uint32_t> cells;
-  for (const auto& [cell, memory] : mapped_) cells.push_back(cell);
+  const std::vector<uint32_t> cells = ResidentCells();
   VerifyReport report;
   report.absent_cells = layout_.cells.size() - cells.size();
   if (auto status = CheckCells(cells, sources, report.verified_cells, report.refilled_cells); !status.ok()) {
@@ -203,6 +200,12 @@ Footprint Arena::Measure() const {
     footprint.device_bytes += place.bytes;
   }
   return footprint;
+}
+
+std::vector<uint32_t> Arena::ResidentCells() const {
+  std::vector<uint32_t> cells;
+  for (const auto& [cell, memory] : mapped_) cells.push_back(cell);
+  return cells;
 }
 
 absl::StatusOr<int> Arena::Descriptor(uint32_t cell) {

@@ -77,6 +77,9 @@ class Arena {
   // Asks the driver about each cell.
   Footprint Measure() const;
 
+  // The cells that are on the device, in rising order.
+  std::vector<uint32_t> ResidentCells() const;
+
   // A descriptor for a resident cell, borrowed; exported at the first call. Valid until the cell leaves
   // the arena.
   absl::StatusOr<int> Descriptor(uint32_t cell);

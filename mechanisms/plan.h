@@ -32,6 +32,8 @@ struct Plan {
 
 Plan AllResident(const Layout& layout);
 Plan NoneResident(const Layout& layout);
+// The cells of one component; `component` is one of the layout's (CHECK).
+Plan ComponentResident(const Layout& layout, uint32_t component);
 
 // Exact device bytes of `plan`: the resident cells and the window slots. After Arena::Realize the
 // measured footprint equals it to the byte. `plan` must have as many cells as `layout` (CHECK).

@@ -4,8 +4,10 @@
 #ifndef RESIDENCY_TESTS_ARBITER_RIG_H_
 #define RESIDENCY_TESTS_ARBITER_RIG_H_
 
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -49,10 +51,20 @@ class ArbiterRig {
 
   // A model of one component and `bytes`, registered and inactive.
   ModelId Register(const std::string& name, uint64_t bytes, const std::string& identity = "") {
+    return RegisterLayout(name, LayoutOf(bytes), ModelMode::kHeld, identity);
+  }
+  // A phased one with these components.
+  ModelId RegisterPhased(const std::string& name, const std::vector<std::pair<std::string, uint64_t>>& components) {
+    std::vector<LayoutComponent> parts;
+    for (const auto& [component, bytes] : components) parts.push_back(ComponentOf(component, bytes));
+    return RegisterLayout(name, *MakeLayout(std::move(parts), kMinCellBytes, kMinCellBytes), ModelMode::kPhased);
+  }
+  ModelId RegisterLayout(const std::string& name, const Layout& layout, ModelMode mode,
+                         const std::string& identity = "") {
     Feed(RegisterRequested{RequestId{next_request_++}, name, identity.empty() ? name : identity, DeviceId{1}, Budget{},
-                           LayoutOf(bytes)});
+                           layout, mode});
     const ModelId model = Take<BuildMirrors>().at(0).model;
-    Feed(MirrorsBuilt{model, absl::OkStatus(), bytes});
+    Feed(MirrorsBuilt{model, absl::OkStatus(), layout.span_bytes});
     effects.clear();
     return model;
   }
@@ -67,14 +79,27 @@ class ArbiterRig {
     Feed(DeactivateRequested{request, name, drain});
     return request;
   }
+  RequestId BeginPhase(SessionId session, LeaseId lease, const std::string& component,
+                       absl::Time deadline = absl::InfiniteFuture()) {
+    const RequestId request{next_request_++};
+    Feed(BeginPhaseRequested{request, session, lease, component, deadline});
+    return request;
+  }
+  RequestId EndPhase(SessionId session, LeaseId lease, PhaseId phase) {
+    const RequestId request{next_request_++};
+    Feed(EndPhaseRequested{request, session, lease, phase});
+    return request;
+  }
   RequestId NextRequest() { return RequestId{next_request_++}; }
 
   // Answers a MeasureDevice with what is mapped now.
   void Measured(uint64_t others_bytes = 0, std::vector<LeaseId> in_use = {}) {
+    uint64_t mapped_bytes = 0;
+    for (const auto& [model, bytes] : mapped_bytes_) mapped_bytes += bytes;
     Feed(DeviceMeasured{.device = DeviceId{1},
                         .total_bytes = total_bytes_,
-                        .free_bytes = total_bytes_ - mapped_bytes_ - others_bytes,
-                        .broker_bytes = mapped_bytes_,
+                        .free_bytes = total_bytes_ - mapped_bytes - others_bytes,
+                        .broker_bytes = mapped_bytes,
                         .leases_in_use = std::move(in_use)});
   }
   // Answers a RealizePlan for `model` the good way.
@@ -82,13 +107,13 @@ class ArbiterRig {
     const Layout& layout = arbiter_.records().models.at(model).layout;
     const RealizePlan effect = Take<RealizePlan>().at(0);
     const uint64_t priced_bytes = Price(layout, effect.plan);
-    mapped_bytes_ = priced_bytes > 0 ? mapped_bytes_ + priced_bytes : mapped_bytes_ - layout.span_bytes;
+    const uint64_t before_bytes = std::exchange(mapped_bytes_[model], priced_bytes);
     Feed(PlanRealized{.model = model,
                       .device_bytes = priced_bytes,
                       .copied_bytes = priced_bytes,
                       .verified_cells = layout.cells.size(),
-                      .unmapped_bytes = priced_bytes > 0 ? 0 : layout.span_bytes,
-                      .pooled_bytes = priced_bytes > 0 ? 0 : layout.span_bytes});
+                      .unmapped_bytes = priced_bytes > 0 ? 0 : before_bytes,
+                      .pooled_bytes = priced_bytes > 0 ? 0 : before_bytes});
   }
   // Activation from request to reply, with room.
   void BringOn(const std::string& name, ModelId model, SessionId session = {}) {
@@ -117,10 +142,13 @@ class ArbiterRig {
   const Arbiter& arbiter() const { return arbiter_; }
   absl::Time now() const { return now_; }
 
-  static Layout LayoutOf(uint64_t bytes) {
-    LayoutComponent component{.name = "model"};
+  static LayoutComponent ComponentOf(const std::string& name, uint64_t bytes) {
+    LayoutComponent component{.name = name};
     component.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
-    return *MakeLayout({component}, kMinCellBytes, kMinCellBytes);
+    return component;
+  }
+  static Layout LayoutOf(uint64_t bytes) {
+    return *MakeLayout({ComponentOf("model", bytes)}, kMinCellBytes, kMinCellBytes);
   }
 
   std::vector<Effect> effects;
@@ -135,7 +163,7 @@ class ArbiterRig {
   const uint64_t total_bytes_;
   Arbiter arbiter_;
   absl::Time now_ = absl::UnixEpoch();
-  uint64_t mapped_bytes_ = 0;
+  std::map<ModelId, uint64_t> mapped_bytes_;
   uint64_t next_request_ = 1;
 };
 

@@ -51,6 +51,13 @@ TEST_CASE("A windowed cell costs nothing itself and a window slot costs a whole 
   CHECK(Price(layout, plan) == 4 * kMiB + 2 * 4 * kMiB);
 }
 
+TEST_CASE("A component's plan has its own cells and no other") {
+  const Layout layout = FourCells();
+  CHECK(Price(layout, ComponentResident(layout, 0)) == 10 * kMiB);
+  CHECK(Price(layout, ComponentResident(layout, 1)) == 2 * kMiB);
+  CHECK(ComponentResident(layout, 1).cells[3] == CellResidency::kResident);
+}
+
 TEST_CASE("A cut cell costs what it was cut to") {
   const Layout layout = FourCells();
   Plan plan = NoneResident(layout);

@@ -42,9 +42,20 @@ TEST_CASE("The least recently used idle models go, and no more of them than need
   CHECK_FALSE(blocked.fits);
   CHECK(blocked.victims.empty());
   CHECK(blocked.in_the_way == std::vector<ModelId>{ModelId{2}});
+  CHECK(blocked.available_bytes == 70);
   const RoomDecision hopeless = DecideRoom(101, Room(100, 10, 90), occupants);
   CHECK_FALSE(hopeless.fits);
   CHECK(hopeless.in_the_way.empty());
+}
+
+TEST_CASE("What is promised to phases is room for nobody else, and goes with the claim") {
+  DeviceRoom room = Room(100, 60, 20);
+  room.promised_bytes = 50;
+  CHECK(room.available_bytes() == 10);
+  const std::vector<Occupant> occupants = {{ModelId{1}, 20, false, absl::UnixEpoch(), 50}};
+  CHECK(DecideRoom(10, room, occupants).victims.empty());
+  CHECK(DecideRoom(80, room, occupants).victims == std::vector<ModelId>{ModelId{1}});
+  CHECK(DecideRoom(81, room, occupants).available_bytes == 80);
 }
 
 TEST_CASE("A decision never counts a model in use as room, and what it frees is enough") {

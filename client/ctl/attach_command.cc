@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,7 @@ struct AttachFlags {
   std::optional<absl::Duration> deadline;
   std::optional<absl::Duration> hold;
   std::optional<absl::Duration> use;
+  std::string phase;
   bool sha256 = false;
 };
 
@@ -66,15 +69,15 @@ nlohmann::ordered_json LeaseToJson(const Lease& lease) {
           {"tensors", nlohmann::ordered_json::array()}};
 }
 
-// Hashes every tensor inside one use, so that all are of one generation. Stops early at a signal.
-absl::Status HashTensors(const GlobalFlags& flags, Lease& lease, absl::Time deadline, const Interruption& interruption,
-                         nlohmann::ordered_json& json) {
+// Hashes tensors inside one use, so that all are of one generation. Stops early at a signal.
+absl::Status HashTensors(const GlobalFlags& flags, Lease& lease, std::span<const LeaseTensor> tensors,
+                         absl::Time deadline, const Interruption& interruption, nlohmann::ordered_json& json) {
   const auto use = lease.Use({.deadline = deadline});
   if (!use.ok()) return use.status();
   uint64_t largest = 1;
-  for (const LeaseTensor& tensor : lease.tensors()) largest = std::max(largest, tensor.bytes);
+  for (const LeaseTensor& tensor : tensors) largest = std::max(largest, tensor.bytes);
   std::vector<uint8_t> buffer(std::min(largest, kReadBytes));
-  for (const LeaseTensor& tensor : lease.tensors()) {
+  for (const LeaseTensor& tensor : tensors) {
     if (interruption.came()) return Refuse(absl::StatusCode::kCancelled, "INTERRUPTED", "not every tensor was hashed");
     auto digest = Sha256(lease, tensor, buffer);
     if (!digest.ok()) return digest.status();
@@ -88,11 +91,51 @@ absl::Status HashTensors(const GlobalFlags& flags, Lease& lease, absl::Time dead
   return absl::OkStatus();
 }
 
+// Begins the phase of `component` and says what it moved.
+absl::StatusOr<Phase> BeginPhase(Lease& lease, const std::string& component, absl::Time deadline) {
+  auto phase = lease.BeginPhase(component, {.deadline = deadline});
+  if (!phase.ok()) return phase;
+  std::fputs(absl::StrCat("phase ", component, ": ", phase->bytes_moved(), " bytes moved\n").c_str(), stderr);
+  return phase;
+}
+
+// Hashes every tensor; those of a phased model component by component, each in its phase, or those of the phase that
+// the caller is in.
+absl::Status HashModel(const GlobalFlags& flags, Lease& lease, const std::string& current_phase, absl::Time deadline,
+                       const Interruption& interruption, nlohmann::ordered_json& json) {
+  const std::span<const LeaseTensor> tensors = lease.tensors();
+  if (!lease.phased()) return HashTensors(flags, lease, tensors, deadline, interruption, json);
+  for (size_t first = 0, end = 0; first < tensors.size(); first = end) {
+    const std::string& component = tensors[first].component;
+    while (end < tensors.size() && tensors[end].component == component) ++end;
+    if (!current_phase.empty() && current_phase != component) continue;
+    std::optional<Phase> phase;
+    if (current_phase.empty()) {
+      auto begun = BeginPhase(lease, component, deadline);
+      if (!begun.ok()) return begun.status();
+      phase.emplace(*std::move(begun));
+    }
+    const auto status = HashTensors(flags, lease, tensors.subspan(first, end - first), deadline, interruption, json);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
 // What is done with a lease that is mapped.
 int KeepLease(const GlobalFlags& flags, const AttachFlags& options, Lease& lease, absl::Time deadline) {
   const absl::Time start = absl::Now();
   auto interruption = Interruption::Begin();
   if (!interruption.ok()) return ReportError(flags, interruption.status());
+  if (lease.phased() && options.use.has_value() && options.phase.empty()) {
+    return ReportError(flags, Refuse(absl::StatusCode::kInvalidArgument, "PHASE_NEEDED",
+                                     absl::StrCat(options.name, " is phased: --use needs --phase COMPONENT")));
+  }
+  std::optional<Phase> phase;
+  if (!options.phase.empty()) {
+    auto begun = BeginPhase(lease, options.phase, deadline);
+    if (!begun.ok()) return ReportError(flags, begun.status());
+    phase.emplace(*std::move(begun));
+  }
   std::fputs(absl::StrCat("attached lease ", lease.id(), " generation ", lease.generation(), "\n").c_str(), stderr);
   std::optional<Use> use;
   if (options.use.has_value()) {
@@ -102,7 +145,7 @@ int KeepLease(const GlobalFlags& flags, const AttachFlags& options, Lease& lease
   }
   nlohmann::ordered_json json = LeaseToJson(lease);
   if (options.sha256) {
-    const auto status = HashTensors(flags, lease, deadline, **interruption, json);
+    const auto status = HashModel(flags, lease, options.phase, deadline, **interruption, json);
     if (!status.ok()) return ReportError(flags, status);
   }
   if (flags.json) Print(absl::StrCat(JsonText(json), "\n"));
@@ -147,6 +190,11 @@ void AddAttachCommand(CLI::App& app, const GlobalFlags& flags, Command& chosen) 
   command.add_flag("--sha256", options->sha256, "print the SHA-256 of each tensor, read back from the device");
   AddDuration(command, "--hold", options->hold, "keep the lease this long; without it until standard input closes");
   AddDuration(command, "--use", options->use, "hold the lease in use this long, from the start");
+  command
+      .add_option("--phase", options->phase,
+                  "of a phased model: bring this component on and stay in its phase; without "
+                  "it --sha256 goes through the phases of all")
+      ->type_name("COMPONENT");
 }
 
 }  // namespace residency

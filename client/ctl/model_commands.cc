@@ -33,6 +33,7 @@ struct RegisterFlags {
   std::vector<std::string> components;
   std::string device_uuid;
   std::optional<uint64_t> device_budget;
+  bool phased = false;
 };
 
 struct ActivateFlags {
@@ -108,6 +109,7 @@ int Register(const GlobalFlags& flags, const RegisterFlags& options) {
   request.set_source(AbsolutePath(options.source));
   request.set_device_uuid(options.device_uuid);
   if (options.device_budget.has_value()) request.mutable_budget()->set_device_bytes(*options.device_budget);
+  request.set_mode(options.phased ? v1::MODEL_MODE_PHASED : v1::MODEL_MODE_HELD);
   for (const std::string& text : options.components) {
     auto component = ParseComponent(text);
     if (!component.ok()) {
@@ -130,7 +132,9 @@ int Register(const GlobalFlags& flags, const RegisterFlags& options) {
 
 std::string ActivatedText(const std::string& name, const v1::ActivateResponse& response) {
   std::string text = absl::StrFormat("activated %s on %s: ", name, response.device_uuid());
-  if (response.bytes_moved() == 0) {
+  if (response.bytes_moved() == 0 && response.mode() == v1::MODEL_MODE_PHASED) {
+    absl::StrAppend(&text, "phased, so its components come with their phases");
+  } else if (response.bytes_moved() == 0) {
     absl::StrAppend(&text, "0 bytes moved, it was there");
   } else {
     absl::StrAppendFormat(&text, "%s moved in %.3f s%s, %d cells verified", FormatBytes(response.bytes_moved()),
@@ -245,6 +249,9 @@ void AddRegister(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
   command.add_option("--device", options->device_uuid, "the GPU; the daemon's first one if not given")
       ->type_name("UUID");
   AddBytes(command, "--device_budget", options->device_budget, "most that the model may hold on its GPU");
+  command.add_flag("--phased", options->phased,
+                   "one component is on the GPU at a time, for as long as a client is in its phase; room for the "
+                   "largest one is enough");
 }
 
 void AddActivate(CLI::App& app, const GlobalFlags& flags, Command& chosen) {

@@ -73,13 +73,16 @@ void AppendLeases(std::string& out, const v1::ModelStatus& model) {
     absl::StrAppendFormat(&out, "  %-5d %7d %-20s %-12s %-6s %11s %6s\n", lease.id(), lease.pid(), lease.client(),
                           Word(v1::LeaseState_Name(lease.state()), "LEASE_STATE_"), lease.in_use() ? "yes" : "no",
                           FormatBytes(lease.claimed_mapped_bytes()), AgeText(lease.age_seconds()));
+    if (!lease.phase().empty()) absl::StrAppend(&out, "        in the phase of ", lease.phase(), "\n");
   }
 }
 
 void AppendClaim(std::string& out, const v1::ModelStatus& model) {
   absl::StrAppendFormat(&out, "  claimed %s, measured on the GPU %s\n", FormatBytes(model.claimed_device_bytes()),
                         FormatBytes(model.device_bytes()));
-  if (model.claimed_device_bytes() != model.device_bytes()) {
+  // A phased model claims room for its largest component and fills it in its phases.
+  const bool phased = model.mode() == v1::MODEL_MODE_PHASED && model.device_bytes() <= model.claimed_device_bytes();
+  if (model.claimed_device_bytes() != model.device_bytes() && !phased) {
     absl::StrAppendFormat(&out, "  NOTE: claim and measurement differ: %d bytes claimed, %d measured\n",
                           model.claimed_device_bytes(), model.device_bytes());
   }
