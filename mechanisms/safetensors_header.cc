@@ -169,11 +169,12 @@ absl::Status CheckTiling(const std::vector<ManifestTensor>& tensors, const std::
   uint64_t end = 0;
   for (const ManifestTensor& tensor : tensors) {
     if (tensor.file_offset != end) {
-      return RefuseFile(
-          "BAD_OFFSETS", path, tensor.name,
-          absl::StrFormat(tensor.file_offset > end ? "begins at %d of the data, but what comes before it ends at %d"
-                                                   : "begins at %d of the data, inside another tensor that ends at %d",
-                          tensor.file_offset, end));
+      return RefuseFile("BAD_OFFSETS", path, tensor.name,
+                        tensor.file_offset > end
+                            ? absl::StrFormat("begins at %d of the data, but what comes before it ends at %d",
+                                              tensor.file_offset, end)
+                            : absl::StrFormat("begins at %d of the data, inside another tensor that ends at %d",
+                                              tensor.file_offset, end));
     }
     end += tensor.bytes;
   }
