@@ -195,7 +195,8 @@ absl::Status Sessions::OnReleased(Session& session, const v1::Released& released
   if (*lease == nullptr) return absl::OkStatus();
   // The answer to a Revoke that was taken back and given again.
   if (released.generation() < (*lease)->generation) return absl::OkStatus();
-  if (released.generation() > (*lease)->generation || (*lease)->packets > 0) {
+  // Nothing was sent yet where the generation is 0.
+  if (released.generation() > (*lease)->generation || (*lease)->packets > 0 || released.generation() == 0) {
     return ProtocolError(absl::StrCat("generation ", released.generation(), " of lease ", id.value,
                                       " was released before it was all acknowledged"));
   }

@@ -318,9 +318,18 @@ TEST_CASE("Who breaks the protocol is told how and loses its session, and nobody
   }
   SECTION("a release of what it does not hold") {
     Grant(rig, channel, Greet(channel));
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(2)); });
+    Acknowledge(channel, Receive(channel).message.cells());
     v1::ClientPacket packet;
     packet.mutable_released()->set_lease_id(1);
-    packet.mutable_released()->add_cells(0);
+    packet.mutable_released()->set_generation(1);
+    packet.mutable_released()->add_cells(2);
+    Send(channel, packet);
+  }
+  SECTION("a release of a lease before any of its cells was sent") {
+    Grant(rig, channel, Greet(channel));
+    v1::ClientPacket packet;
+    packet.mutable_released()->set_lease_id(1);
     Send(channel, packet);
   }
   CHECK(RefusedWith(channel) == expected);
