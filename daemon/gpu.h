@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One GPU of the daemon: its device loop, on which every call that changes something is made, and its gauge,
-// a second thread that only asks the driver, so that a status never waits behind a transition. Driver calls do
+// One GPU of the daemon: its device loop, on which every call that changes its memory (gpu_memory.h) is made, and its
+// gauge, a second thread that only asks the driver, so that a status never waits behind a transition. Driver calls do
 // not get faster on more threads, and none of them waits for a kernel, so one thread per GPU is enough.
 //
 // Owned by the broker, on the decision loop; what is passed to Realize and the like runs on the device loop, its
@@ -18,27 +18,15 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/events.h"
+#include "daemon/gpu_memory.h"
 #include "daemon/ids.h"
 #include "daemon/loop.h"
 #include "daemon/sessions.h"
 #include "mechanisms/arena.h"
-#include "mechanisms/cell_pool.h"
-#include "mechanisms/device.h"
-#include "mechanisms/digester.h"
 #include "mechanisms/layout.h"
 #include "mechanisms/source.h"
 
 namespace residency {
-
-// What the driver said of a device, all of it asked within `duration`.
-struct GpuMeasurement {
-  absl::Status status;
-  MemoryInfo memory;
-  uint64_t pool_idle_bytes = 0;
-  uint64_t broker_bytes = 0;
-  std::map<ModelId, Footprint> models;
-  absl::Duration duration;
-};
 
 class Gpu {
  public:
@@ -52,9 +40,9 @@ class Gpu {
   void Stop();
 
   DeviceId id() const { return id_; }
-  const Device& device() const { return *device_; }
+  const Device& device() const { return memory_->device(); }
   // FAILED_PRECONDITION/NO_VMM or NO_EXPORT, as Device::Probe says.
-  const absl::Status& usable() const { return usable_; }
+  const absl::Status& usable() const { return memory_->usable(); }
 
   // Reserves the addresses of a model. `layout` must outlive RemoveModel.
   void AddModel(ModelId model, const Layout& layout, std::function<void(absl::Status)> done);
@@ -73,17 +61,13 @@ class Gpu {
   void MeasureInOrder(std::function<void(GpuMeasurement)> done);
 
  private:
-  Gpu(DeviceId id, Loop& decision, std::unique_ptr<Device> device, absl::Status usable)
-      : id_(id), decision_(decision), device_(std::move(device)), usable_(std::move(usable)) {}
+  Gpu(DeviceId id, Loop& decision, std::unique_ptr<GpuMemory> memory)
+      : id_(id), decision_(decision), memory_(std::move(memory)) {}
   void MeasureOn(Loop& loop, std::function<void(GpuMeasurement)> done);
-  GpuMeasurement MeasureNow(const std::map<ModelId, const Arena*>& arenas) const;
 
   const DeviceId id_;
   Loop& decision_;
-  const std::unique_ptr<Device> device_;
-  const absl::Status usable_;
-  std::unique_ptr<CellPool> pool_;
-  std::unique_ptr<Digester> digester_;
+  const std::unique_ptr<GpuMemory> memory_;
   std::map<ModelId, std::unique_ptr<Arena>> arenas_;  // the map is the decision loop's, the arenas the device loop's
   std::unique_ptr<Loop> loop_;
   std::unique_ptr<Loop> gauge_;

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/gpu_memory.h"
+
+#include <fcntl.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "daemon/loop.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+uint64_t Rise(uint64_t before, uint64_t after) { return after > before ? after - before : 0; }
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Open(const Driver& driver, int ordinal) {
+  auto device = Device::Open(driver, ordinal);
+  if (!device.ok()) return device.status();
+  absl::Status usable = (*device)->Probe();
+  if (ReasonOf(usable) == "DEVICE_LOST") return usable;
+  // A card that others have filled says nothing about what it can do; its activations are refused for room.
+  if (ReasonOf(usable) == "GPU_MEMORY") usable = absl::OkStatus();
+  std::unique_ptr<GpuMemory> memory(new GpuMemory(*std::move(device), std::move(usable)));
+  auto digester = Digester::Create(*memory->device_);
+  if (!digester.ok()) return digester.status();
+  memory->digester_ = *std::move(digester);
+  return memory;
+}
+
+void GpuMemory::Close() {
+  pool_.Trim();
+  digester_.reset();
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> GpuMemory::Reserve(const Layout& layout) {
+  return Arena::Create(*device_, pool_, *digester_, layout);
+}
+
+PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources) {
+  PlanRealized realized{.model = model};
+  const uint64_t copied_before_bytes = device_->copied_to_host_bytes();
+  const uint64_t pooled_before_bytes = pool_.idle_bytes();
+  const absl::StatusOr<MemoryInfo> memory_before = device_->Memory();
+  const absl::Time began = MonotonicNow();
+  if (const auto report = arena.Realize(plan, sources); report.ok()) {
+    realized.copied_bytes = report->copied_bytes;
+    realized.verified_cells = report->verified_cells;
+    realized.refilled_cells = report->refilled_cells;
+    realized.unmapped_bytes = report->unmapped_bytes;
+  } else {
+    realized.status = report.status();
+  }
+  realized.duration = MonotonicNow() - began;
+  realized.copied_to_host_bytes = device_->copied_to_host_bytes() - copied_before_bytes;
+  realized.pooled_bytes = Rise(pooled_before_bytes, pool_.idle_bytes());
+  if (const auto memory_after = device_->Memory(); memory_before.ok() && memory_after.ok()) {
+    realized.freed_bytes = Rise(memory_before->free_bytes, memory_after->free_bytes);
+  }
+  realized.broken = arena.broken();
+  realized.device_bytes = arena.Measure().device_bytes;
+  return realized;
+}
+
+CellsVerified GpuMemory::Verify(ModelId model, Arena& arena, std::span<const Source* const> sources) {
+  CellsVerified verified{.model = model};
+  const absl::Time began = MonotonicNow();
+  if (const auto report = arena.Verify(sources); report.ok()) {
+    verified.verified_cells = report->verified_cells;
+    verified.refilled_cells = report->refilled_cells;
+    verified.absent_cells = report->absent_cells;
+  } else {
+    verified.status = report.status();
+  }
+  verified.duration = MonotonicNow() - began;
+  verified.broken = arena.broken();
+  return verified;
+}
+
+absl::StatusOr<std::vector<CellToSend>> GpuMemory::Export(Arena& arena, const Layout& layout) {
+  std::vector<CellToSend> cells;
+  for (uint32_t index : arena.ResidentCells()) {
+    const auto descriptor = arena.Descriptor(index);
+    if (!descriptor.ok()) return descriptor.status();
+    UniqueFd copy(fcntl(*descriptor, F_DUPFD_CLOEXEC, 0));
+    if (!copy.valid()) {
+      const absl::Status status = ErrnoStatus(errno, "duplicating a cell's descriptor");
+      return Refuse(status.code(), "DESCRIPTOR_LIMIT", std::string(status.message()));
+    }
+    const LayoutCell& place = layout.cells[index];
+    cells.push_back({index, place.device_offset, place.bytes, std::move(copy)});
+  }
+  return cells;
+}
+
+GpuMeasurement GpuMemory::Measure(const std::map<ModelId, const Arena*>& arenas) const {
+  const absl::Time began = MonotonicNow();
+  GpuMeasurement measurement;
+  if (const auto memory = device_->Memory(); memory.ok()) {
+    measurement.memory = *memory;
+  } else {
+    measurement.status = memory.status();
+  }
+  measurement.pool_idle_bytes = pool_.idle_bytes();
+  for (const auto& [model, arena] : arenas) {
+    Footprint footprint = arena->Measure();
+    measurement.broker_bytes += footprint.device_bytes;
+    measurement.models.emplace(model, std::move(footprint));
+  }
+  measurement.duration = MonotonicNow() - began;
+  return measurement;
+}
+
+}  // namespace residency

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One GPU's memory: the device, its cell pool and its digester, and what is done with them for the decision core,
+// each thing from beginning to end in one call. The arenas belong to the caller, who numbers them.
+//
+// Threads: one device loop calls everything but Measure and the accessors, which any thread may call.
+#ifndef RESIDENCY_DAEMON_GPU_MEMORY_H_
+#define RESIDENCY_DAEMON_GPU_MEMORY_H_
+
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/events.h"
+#include "daemon/ids.h"
+#include "daemon/sessions.h"
+#include "mechanisms/arena.h"
+#include "mechanisms/cell_pool.h"
+#include "mechanisms/device.h"
+#include "mechanisms/digester.h"
+#include "mechanisms/layout.h"
+#include "mechanisms/source.h"
+
+namespace residency {
+
+// What the driver said of a device, all of it asked within `duration`.
+struct GpuMeasurement {
+  absl::Status status;
+  MemoryInfo memory;
+  uint64_t pool_idle_bytes = 0;
+  uint64_t broker_bytes = 0;
+  std::map<ModelId, Footprint> models;
+  absl::Duration duration;
+};
+
+class GpuMemory {
+ public:
+  // Opens the GPU and probes what it can do. A GPU that cannot map or share is opened all the same, see usable().
+  static absl::StatusOr<std::unique_ptr<GpuMemory>> Open(const Driver& driver, int ordinal);
+
+  const Device& device() const { return *device_; }
+  // FAILED_PRECONDITION/NO_VMM or NO_EXPORT, as Device::Probe says.
+  const absl::Status& usable() const { return usable_; }
+
+  // Reserves the addresses of a model. `layout` and this must outlive the arena.
+  absl::StatusOr<std::unique_ptr<Arena>> Reserve(const Layout& layout);
+  PlanRealized Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources);
+  CellsVerified Verify(ModelId model, Arena& arena, std::span<const Source* const> sources);
+  // Descriptors for all resident cells, duplicates that are the caller's.
+  absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout);
+  void Trim() { pool_.Trim(); }
+  // Gives back everything but the device's context, which page-locked host memory needs to the end. After the
+  // arenas are gone.
+  void Close();
+
+  // Asks the driver what is there now, perhaps in the middle of a transition.
+  GpuMeasurement Measure(const std::map<ModelId, const Arena*>& arenas) const;
+
+ private:
+  GpuMemory(std::unique_ptr<Device> device, absl::Status usable)
+      : device_(std::move(device)), usable_(std::move(usable)), pool_(*device_) {}
+
+  const std::unique_ptr<Device> device_;
+  const absl::Status usable_;
+  CellPool pool_;
+  std::unique_ptr<Digester> digester_;
+};
+
+}  // namespace residency
+
+#endif  // RESIDENCY_DAEMON_GPU_MEMORY_H_
