@@ -81,7 +81,7 @@ CellsVerified GpuMemory::Verify(ModelId model, Arena& arena, std::span<const Sou
 
 absl::StatusOr<std::vector<CellToSend>> GpuMemory::Export(Arena& arena, const Layout& layout) {
   std::vector<CellToSend> cells;
-  for (uint32_t index : arena.ResidentCells()) {
+  for (uint32_t index : arena.MappedCells()) {
     const auto descriptor = arena.Descriptor(index);
     if (!descriptor.ok()) return descriptor.status();
     UniqueFd copy(fcntl(*descriptor, F_DUPFD_CLOEXEC, 0));
@@ -106,6 +106,7 @@ GpuMeasurement GpuMemory::Measure(const std::map<ModelId, const Arena*>& arenas)
   measurement.pool_idle_bytes = pool_.idle_bytes();
   for (const auto& [model, arena] : arenas) {
     Footprint footprint = arena->Measure();
+    if (measurement.status.ok()) measurement.status = footprint.status;
     measurement.broker_bytes += footprint.device_bytes;
     measurement.models.emplace(model, std::move(footprint));
   }

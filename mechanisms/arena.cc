@@ -31,8 +31,9 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const Device& device, CellP
 
 Arena::~Arena() {
   RealizeReport report;
-  // A device that refuses this is lost, and its memory goes with its context.
-  (void)Remove(ResidentCells(), report);
+  // One after the other, so that a cell which the driver does not let go of does not keep the rest. Such a one is lost
+  // with its address until the context goes.
+  for (uint32_t cell : MappedCells()) (void)Remove({cell}, report);
 }
 
 absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const Source* const> sources) {
@@ -44,9 +45,17 @@ absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const S
   RealizeReport report;
   const absl::Status status = Apply(plan, sources, report);
   if (status.ok()) return report;
-  RealizeReport undone;
-  if (!Apply(before, sources, undone).ok()) broken_ = true;
+  if (!broken_ && !Undo(before, sources).ok()) broken_ = true;
   return status;
+}
+
+absl::Status Arena::Undo(const Plan& before, std::span<const Source* const> sources) {
+  RealizeReport report;
+  if (auto status = Apply(before, sources, report); !status.ok()) return status;
+  // What came back was verified as it came; this is about the cells that stayed.
+  const std::vector<uint32_t> cells = MappedCells();
+  const auto wrong = FindWrong(cells, sources);
+  return wrong.ok() ? Refill(*wrong, sources) : wrong.status();
 }
 
 absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sources, RealizeReport& report) {
@@ -60,7 +69,9 @@ absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sourc
   }
   if (auto status = Remove(leaving, report); !status.ok()) return status;
   if (auto status = Add(coming, sources, report); !status.ok()) return status;
-  const uint64_t measured_bytes = Measure().device_bytes;
+  const Footprint footprint = Measure();
+  if (!footprint.status.ok()) return footprint.status;
+  const uint64_t measured_bytes = footprint.device_bytes;
   const uint64_t priced_bytes = Price(layout_, plan);
   if (measured_bytes != priced_bytes) {
     return Refuse(absl::StatusCode::kInternal, "FOOTPRINT",
@@ -69,7 +80,16 @@ absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sourc
   return absl::OkStatus();
 }
 
+// Waits for what may still run on the stream.
+absl::Status Arena::Settle() {
+  if (!busy_) return absl::OkStatus();
+  absl::Status status = device_.Synchronize(stream_);
+  if (status.ok()) busy_ = false;
+  return status;
+}
+
 absl::Status Arena::Remove(const std::vector<uint32_t>& cells, RealizeReport& report) {
+  if (auto status = Settle(); !status.ok()) return status;
   for (size_t first = 0; first < cells.size();) {
     size_t last = first;
     while (last + 1 < cells.size() && cells[last + 1] == cells[last] + 1) ++last;
@@ -104,9 +124,14 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
     report.copied_bytes += bytes;
   }
   // Whether or not it went well: no copy may be in flight when the caller changes the mapping or gives up.
-  if (auto finished = device_.Synchronize(stream_); status.ok()) status = finished;
+  if (auto finished = Settle(); status.ok()) status = finished;
   if (!status.ok()) return status;
-  return CheckCells(cells, sources, report.verified_cells, report.refilled_cells);
+  const auto wrong = FindWrong(cells, sources);
+  if (!wrong.ok()) return wrong.status();
+  if (auto refilled = Refill(*wrong, sources); !refilled.ok()) return refilled;
+  report.verified_cells += cells.size();
+  report.refilled_cells += wrong->size();
+  return absl::OkStatus();
 }
 
 absl::Status Arena::MapCell(uint32_t cell) {
@@ -132,17 +157,21 @@ absl::Status Arena::MapCell(uint32_t cell) {
 
 absl::Status Arena::Fill(uint32_t cell, std::span<const Source* const> sources) {
   const LayoutCell& place = layout_.cells[cell];
+  busy_ = true;
   return device_.CopyToDevice(AddressOf(cell), sources[place.component]->CellData(cell), place.bytes, stream_);
 }
 
 absl::StatusOr<std::vector<uint32_t>> Arena::FindWrong(const std::vector<uint32_t>& cells,
                                                        std::span<const Source* const> sources) {
+  if (cells.empty()) return std::vector<uint32_t>();
   std::vector<DigestItem> items;
   for (uint32_t cell : cells) {
     items.push_back({.address = AddressOf(cell), .word_count = layout_.cells[cell].bytes / 8, .first_index = 0});
   }
+  busy_ = true;
   auto digests = digester_.Digest(items, stream_);
   if (!digests.ok()) return digests.status();
+  busy_ = false;
   std::vector<uint32_t> wrong;
   for (size_t i = 0; i < cells.size(); ++i) {
     const uint32_t component = layout_.cells[cells[i]].component;
@@ -151,61 +180,51 @@ absl::StatusOr<std::vector<uint32_t>> Arena::FindWrong(const std::vector<uint32_
   return wrong;
 }
 
-absl::Status Arena::CheckCells(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
-                               uint64_t& verified_cells, uint64_t& refilled_cells) {
-  auto wrong = FindWrong(cells, sources);
-  if (!wrong.ok()) return wrong.status();
-  absl::Status refilled;
-  for (uint32_t cell : *wrong) {
-    if (refilled = Fill(cell, sources); !refilled.ok()) break;
+absl::Status Arena::Refill(const std::vector<uint32_t>& wrong, std::span<const Source* const> sources) {
+  if (wrong.empty()) return absl::OkStatus();
+  absl::Status status;
+  for (uint32_t cell : wrong) {
+    if (status = Fill(cell, sources); !status.ok()) break;
   }
-  if (!refilled.ok()) {
-    (void)device_.Synchronize(stream_);
-    return refilled;
-  }
-  auto still_wrong = FindWrong(*wrong, sources);
+  if (auto finished = Settle(); status.ok()) status = finished;
+  if (!status.ok()) return status;
+  auto still_wrong = FindWrong(wrong, sources);
   if (!still_wrong.ok()) return still_wrong.status();
-  if (!still_wrong->empty()) {
-    const LayoutCell& place = layout_.cells[still_wrong->front()];
-    return Refuse(
-        absl::StatusCode::kDataLoss, "VERIFY",
-        absl::StrCat("cell ", still_wrong->front(), " of component ", layout_.components[place.component].name, " and ",
-                     still_wrong->size() - 1, " more do not hold their source's bytes, nor after a refill"));
-  }
-  verified_cells += cells.size();
-  refilled_cells += wrong->size();
-  return absl::OkStatus();
+  if (still_wrong->empty()) return absl::OkStatus();
+  const LayoutCell& place = layout_.cells[still_wrong->front()];
+  return Refuse(
+      absl::StatusCode::kDataLoss, "VERIFY",
+      absl::StrCat("cell ", still_wrong->front(), " of component ", layout_.components[place.component].name, " and ",
+                   still_wrong->size() - 1, " more do not hold their source's bytes, nor after a refill"));
 }
 
 absl::StatusOr<VerifyReport> Arena::Verify(std::span<const Source* const> sources) {
-  const std::vector<uint32_t> cells = ResidentCells();
-  VerifyReport report;
-  report.absent_cells = layout_.cells.size() - cells.size();
-  if (auto status = CheckCells(cells, sources, report.verified_cells, report.refilled_cells); !status.ok()) {
-    // Any other error says nothing about the bytes.
-    if (ReasonOf(status) == "VERIFY") broken_ = true;
+  const std::vector<uint32_t> cells = MappedCells();
+  // An error here says nothing about the bytes.
+  const auto wrong = FindWrong(cells, sources);
+  if (!wrong.ok()) return wrong.status();
+  if (auto status = Refill(*wrong, sources); !status.ok()) {
+    broken_ = true;
     return status;
   }
-  return report;
+  return VerifyReport{.verified_cells = cells.size(),
+                      .refilled_cells = wrong->size(),
+                      .absent_cells = layout_.cells.size() - cells.size()};
 }
 
 Footprint Arena::Measure() const {
   Footprint footprint;
   footprint.components.resize(layout_.components.size());
   for (uint32_t cell = 0; cell < layout_.cells.size(); ++cell) {
-    if (!device_.IsBacked(AddressOf(cell))) continue;
+    const auto handle = device_.HandleAt(AddressOf(cell));
+    if (!handle.ok() && footprint.status.ok()) footprint.status = handle.status();
+    if (handle.value_or(0) == 0) continue;
     const LayoutCell& place = layout_.cells[cell];
     footprint.components[place.component].cells_on_gpu += 1;
     footprint.components[place.component].device_bytes += place.bytes;
     footprint.device_bytes += place.bytes;
   }
   return footprint;
-}
-
-std::vector<uint32_t> Arena::ResidentCells() const {
-  std::vector<uint32_t> cells;
-  for (const auto& [cell, memory] : mapped_) cells.push_back(cell);
-  return cells;
 }
 
 absl::StatusOr<int> Arena::Descriptor(uint32_t cell) {
@@ -215,6 +234,12 @@ absl::StatusOr<int> Arena::Descriptor(uint32_t cell) {
   }
   if (auto status = pool_.Export(found->second); !status.ok()) return status;
   return found->second.descriptor.get();
+}
+
+std::vector<uint32_t> Arena::MappedCells() const {
+  std::vector<uint32_t> cells;
+  for (const auto& [cell, memory] : mapped_) cells.push_back(cell);
+  return cells;
 }
 
 Plan Arena::CurrentPlan() const {

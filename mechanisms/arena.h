@@ -9,8 +9,10 @@
 // Invariants:
 //  1. After a Realize that succeeded, the footprint that the driver reports equals Price(plan) to the byte,
 //     and every cell that it brought holds its source's bytes, as digested on the device.
-//  2. After a Realize that failed, the plan before it is realized again and verified; if that fails too the
-//     arena is broken and takes no further Realize but that of no cell at all.
+//  2. After a Realize that failed, the plan before it is realized again and all of its cells verified, also
+//     those that never left; if that fails too the arena is broken and takes no further Realize but that of no
+//     cell at all.
+//  3. Nothing is unmapped under a copy or a kernel that may still run.
 #ifndef RESIDENCY_MECHANISMS_ARENA_H_
 #define RESIDENCY_MECHANISMS_ARENA_H_
 
@@ -39,6 +41,7 @@ struct Footprint {
   };
   std::vector<Component> components;  // as in the layout
   uint64_t device_bytes = 0;
+  absl::Status status;  // not OK: the driver gave no answer for a cell, which is then not counted
 };
 
 struct RealizeReport {
@@ -71,14 +74,15 @@ class Arena {
   absl::StatusOr<RealizeReport> Realize(const Plan& plan, std::span<const Source* const> sources);
 
   // Digests every resident cell on the device and compares it with its source; a wrong one is refilled.
-  // DATA_LOSS/VERIFY: a refill did not help; the arena is broken.
+  // DATA_LOSS/VERIFY: a refill did not help. The arena is broken after that, and after any other error that came
+  // when a cell had been found wrong already.
   absl::StatusOr<VerifyReport> Verify(std::span<const Source* const> sources);
 
   // Asks the driver about each cell.
   Footprint Measure() const;
 
-  // The cells that are on the device, in rising order.
-  std::vector<uint32_t> ResidentCells() const;
+  // The cells that have memory, in rising order.
+  std::vector<uint32_t> MappedCells() const;
 
   // A descriptor for a resident cell, borrowed; exported at the first call. Valid until the cell leaves
   // the arena.
@@ -99,12 +103,13 @@ class Arena {
 
   CUdeviceptr AddressOf(uint32_t cell) const { return span_.get() + layout_.cells[cell].device_offset; }
   absl::Status Apply(const Plan& plan, std::span<const Source* const> sources, RealizeReport& report);
+  absl::Status Undo(const Plan& before, std::span<const Source* const> sources);
+  absl::Status Settle();
   absl::Status Remove(const std::vector<uint32_t>& cells, RealizeReport& report);
   absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources, RealizeReport& report);
   absl::Status MapCell(uint32_t cell);
   absl::Status Fill(uint32_t cell, std::span<const Source* const> sources);
-  absl::Status CheckCells(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
-                          uint64_t& verified_cells, uint64_t& refilled_cells);
+  absl::Status Refill(const std::vector<uint32_t>& wrong, std::span<const Source* const> sources);
   absl::StatusOr<std::vector<uint32_t>> FindWrong(const std::vector<uint32_t>& cells,
                                                   std::span<const Source* const> sources);
   Plan CurrentPlan() const;
@@ -116,6 +121,7 @@ class Arena {
   AddressRange span_;
   Stream stream_;
   std::map<uint32_t, Cell> mapped_;  // the cells that lie under the span, by index
+  bool busy_ = false;                // work may still run on stream_
   bool broken_ = false;
 };
 

@@ -33,10 +33,11 @@ bool IsSticky(CUresult result) {
   }
 }
 
-CUmemAllocationProp CellProperties(CUdevice device) {
+CUmemAllocationProp CellProperties(CUdevice device,
+                                   CUmemAllocationHandleType handle_type = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  properties.requestedHandleTypes = handle_type;
   properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   properties.location.id = device;
   return properties;
@@ -75,30 +76,30 @@ absl::Status DriverStatus(const Driver& driver, CUresult result, std::string_vie
   }
 }
 
-// What a lost device answers to these changes nothing: its memory is gone with its context. So the results
-// are ignored.
+// Nobody can do anything about a failure of these, but that the device is lost is remembered.
 void CloseCellMemory(const Device& device, CUmemGenericAllocationHandle handle, uint64_t) {
-  (void)device.driver().cuMemRelease(handle);
+  (void)device.Check(device.driver().cuMemRelease(handle), "cuMemRelease");
 }
 
 void CloseAddressRange(const Device& device, CUdeviceptr address, uint64_t bytes) {
-  (void)device.driver().cuMemAddressFree(address, bytes);
+  (void)device.Check(device.driver().cuMemAddressFree(address, bytes), "cuMemAddressFree");
 }
 
 void CloseHostRegistration(const Device& device, void* address, uint64_t) {
-  if (device.MakeCurrent().ok()) (void)device.driver().cuMemHostUnregister(address);
+  if (!device.MakeCurrent().ok()) return;
+  (void)device.Check(device.driver().cuMemHostUnregister(address), "cuMemHostUnregister");
 }
 
 void CloseDeviceBuffer(const Device& device, CUdeviceptr address, uint64_t) {
-  if (device.MakeCurrent().ok()) (void)device.driver().cuMemFree(address);
+  if (device.MakeCurrent().ok()) (void)device.Check(device.driver().cuMemFree(address), "cuMemFree");
 }
 
 void CloseStream(const Device& device, CUstream stream, uint64_t) {
-  if (device.MakeCurrent().ok()) (void)device.driver().cuStreamDestroy(stream);
+  if (device.MakeCurrent().ok()) (void)device.Check(device.driver().cuStreamDestroy(stream), "cuStreamDestroy");
 }
 
 void CloseEvent(const Device& device, CUevent event, uint64_t) {
-  if (device.MakeCurrent().ok()) (void)device.driver().cuEventDestroy(event);
+  if (device.MakeCurrent().ok()) (void)device.Check(device.driver().cuEventDestroy(event), "cuEventDestroy");
 }
 
 absl::StatusOr<int> Device::Count(const Driver& driver) {
@@ -175,6 +176,19 @@ absl::StatusOr<std::unique_ptr<Device>> Device::OpenByUuid(const Driver& driver,
 
 Device::~Device() { (void)driver_.cuDevicePrimaryCtxRelease(device_); }
 
+absl::Status Device::Check(CUresult result, const char* call) const {
+  if (IsSticky(result)) {
+    const char* nobody = nullptr;
+    if (lost_call_.compare_exchange_strong(nobody, call)) lost_result_ = result;
+  }
+  return DriverStatus(driver_, result, call);
+}
+
+absl::Status Device::Lost() const {
+  const CUresult result = lost_result_;
+  return result == CUDA_SUCCESS ? absl::OkStatus() : DriverStatus(driver_, result, lost_call_.load());
+}
+
 absl::Status Device::MakeCurrent() const {
   CUcontext current = nullptr;
   if (driver_.cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context_) return absl::OkStatus();
@@ -199,10 +213,24 @@ absl::Status Device::Probe() const {
     return Refuse(absl::StatusCode::kFailedPrecondition, "NO_VMM",
                   absl::StrCat("this GPU does not do virtual memory management: ", status.message()));
   };
+  auto no_export = [](const absl::Status& status) {
+    return Refuse(absl::StatusCode::kFailedPrecondition, "NO_EXPORT",
+                  absl::StrCat("this GPU's memory cannot be shared with other processes: ", status.message()));
+  };
   auto range = Reserve(bytes);
   if (!range.ok()) return no_vmm(range.status());
   auto memory = Create(bytes);
-  if (!memory.ok()) return no_vmm(memory.status());
+  if (!memory.ok()) {
+    // A GPU without export may refuse such memory when it is asked for.
+    const CUmemAllocationProp own = CellProperties(device_, CU_MEM_HANDLE_TYPE_NONE);
+    CUmemGenericAllocationHandle handle = 0;
+    if (ReasonOf(memory.status()) != "NOT_SUPPORTED" ||
+        !Check(driver_.cuMemCreate(&handle, bytes, &own, 0), "cuMemCreate").ok()) {
+      return no_vmm(memory.status());
+    }
+    (void)Check(driver_.cuMemRelease(handle), "cuMemRelease");
+    return no_export(memory.status());
+  }
   if (auto status = Map(range->get(), *memory); !status.ok()) return no_vmm(status);
   absl::Status status = SetAccess(range->get(), bytes, Access::kReadWrite);
   if (status.ok()) {
@@ -219,8 +247,7 @@ absl::Status Device::Probe() const {
   if (!status.ok()) return no_vmm(status);
   if (!unmapped.ok()) return no_vmm(unmapped);
   if (auto fd = Export(*memory); !fd.ok()) {
-    return Refuse(absl::StatusCode::kFailedPrecondition, "NO_EXPORT",
-                  absl::StrCat("this GPU's memory cannot be shared with other processes: ", fd.status().message()));
+    return ReasonOf(fd.status()) == "DEVICE_LOST" ? fd.status() : no_export(fd.status());
   }
   return absl::OkStatus();
 }
@@ -279,14 +306,15 @@ absl::Status Device::Unmap(CUdeviceptr address, uint64_t bytes) const {
   return Check(driver_.cuMemUnmap(address, bytes), "cuMemUnmap");
 }
 
-bool Device::IsBacked(CUdeviceptr address) const { return HandleAt(address) != 0; }
-
-CUmemGenericAllocationHandle Device::HandleAt(CUdeviceptr address) const {
-  if (!MakeCurrent().ok()) return 0;
+absl::StatusOr<CUmemGenericAllocationHandle> Device::HandleAt(CUdeviceptr address) const {
+  if (auto status = MakeCurrent(); !status.ok()) return status;
   CUmemGenericAllocationHandle handle = 0;
-  if (driver_.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address)) != CUDA_SUCCESS) return 0;
+  const CUresult result = driver_.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address));
+  // How the driver says that nothing is mapped there; any other error is no answer.
+  if (result == CUDA_ERROR_INVALID_VALUE) return CUmemGenericAllocationHandle{0};
+  if (auto status = Check(result, "cuMemRetainAllocationHandle"); !status.ok()) return status;
   // Only the answer was wanted, not the reference that comes with it.
-  (void)driver_.cuMemRelease(handle);
+  (void)Check(driver_.cuMemRelease(handle), "cuMemRelease");
   return handle;
 }
 

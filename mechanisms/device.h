@@ -12,7 +12,7 @@
 // OUT_OF_MEMORY is RESOURCE_EXHAUSTED/GPU_MEMORY, NO_DEVICE and NOT_INITIALIZED are UNAVAILABLE/NO_DEVICE,
 // NOT_SUPPORTED is FAILED_PRECONDITION/NOT_SUPPORTED, the sticky ones (ILLEGAL_ADDRESS, LAUNCH_FAILED,
 // UNKNOWN and their like), after which the context is useless, are UNAVAILABLE/DEVICE_LOST, anything else is
-// INTERNAL/DRIVER.
+// INTERNAL/DRIVER. A sticky error is remembered, whichever call met it first: see Lost.
 #ifndef RESIDENCY_MECHANISMS_DEVICE_H_
 #define RESIDENCY_MECHANISMS_DEVICE_H_
 
@@ -118,6 +118,13 @@ class Device {
   const Driver& driver() const { return driver_; }
   const DeviceInfo& info() const { return info_; }
 
+  // DriverStatus for a call on this device's context; an error of the sticky kind is remembered. For every result, also
+  // of a call that nobody waits for.
+  absl::Status Check(CUresult result, const char* call) const;
+  // OK, or UNAVAILABLE/DEVICE_LOST that names the call which met the first sticky error: from then on nothing that this
+  // device says or does is worth anything. Any thread; makes no driver call.
+  absl::Status Lost() const;
+
   // Makes the context current on the calling thread.
   absl::Status MakeCurrent() const;
   absl::StatusOr<MemoryInfo> Memory() const;
@@ -142,11 +149,11 @@ class Device {
   // For a range that whole mappings fill.
   absl::Status SetAccess(CUdeviceptr address, uint64_t bytes, Access access) const;
   absl::Status Unmap(CUdeviceptr address, uint64_t bytes) const;
-  // Asks the driver whether memory is mapped at `address`, 0.14 us where it is. Any thread, also while
-  // another one maps and unmaps.
-  bool IsBacked(CUdeviceptr address) const;
-  // Asks the driver which handle lies at `address`, 0 where none does.
-  CUmemGenericAllocationHandle HandleAt(CUdeviceptr address) const;
+  // Asks the driver which handle lies at `address`, 0 where none does; 0.14 us. Any thread, also while another one
+  // maps and unmaps.
+  absl::StatusOr<CUmemGenericAllocationHandle> HandleAt(CUdeviceptr address) const;
+  // Whether memory is mapped at `address`; false also where the driver would not say.
+  bool IsBacked(CUdeviceptr address) const { return HandleAt(address).value_or(0) != 0; }
 
   absl::StatusOr<HostRegistration> RegisterHost(void* address, uint64_t bytes) const;
   absl::StatusOr<DeviceBuffer> Allocate(uint64_t bytes) const;
@@ -168,13 +175,15 @@ class Device {
  private:
   Device(const Driver& driver, CUdevice device, CUcontext context, DeviceInfo info)
       : driver_(driver), device_(device), context_(context), info_(std::move(info)) {}
-  absl::Status Check(CUresult result, std::string_view call) const { return DriverStatus(driver_, result, call); }
 
   const Driver& driver_;
   CUdevice device_;
   CUcontext context_;
   DeviceInfo info_;
   mutable std::atomic<uint64_t> copied_to_host_bytes_{0};
+  // The first sticky error. The name is claimed first, so that both are of one call.
+  mutable std::atomic<const char*> lost_call_{nullptr};
+  mutable std::atomic<CUresult> lost_result_{CUDA_SUCCESS};
 };
 
 }  // namespace residency

@@ -20,7 +20,7 @@ constexpr uint64_t kItemsAtStart = 4096;
 }  // namespace
 
 void CloseModule(const Device& device, CUmodule module, uint64_t) {
-  if (device.MakeCurrent().ok()) (void)device.driver().cuModuleUnload(module);
+  if (device.MakeCurrent().ok()) (void)device.Check(device.driver().cuModuleUnload(module), "cuModuleUnload");
 }
 
 absl::StatusOr<std::unique_ptr<Digester>> Digester::Create(const Device& device) {
@@ -28,14 +28,12 @@ absl::StatusOr<std::unique_ptr<Digester>> Digester::Create(const Device& device)
   const Driver& driver = device.driver();
   const std::span<const unsigned char> image = DigestFatbin();
   CUmodule handle = nullptr;
-  if (auto status = DriverStatus(driver, driver.cuModuleLoadData(&handle, image.data()), "cuModuleLoadData");
-      !status.ok()) {
+  if (auto status = device.Check(driver.cuModuleLoadData(&handle, image.data()), "cuModuleLoadData"); !status.ok()) {
     return status;
   }
   Module module(device, handle);
   CUfunction kernel = nullptr;
-  if (auto status =
-          DriverStatus(driver, driver.cuModuleGetFunction(&kernel, handle, kDigestKernel), "cuModuleGetFunction");
+  if (auto status = device.Check(driver.cuModuleGetFunction(&kernel, handle, kDigestKernel), "cuModuleGetFunction");
       !status.ok()) {
     return status;
   }
@@ -72,7 +70,7 @@ absl::StatusOr<std::vector<uint64_t>> Digester::Digest(std::span<const DigestIte
   const Driver& driver = device_.driver();
   const CUresult launched =
       driver.cuLaunchKernel(kernel_, kDigestBlocks, 1, 1, kDigestThreads, 1, 1, 0, stream.get(), parameters, nullptr);
-  if (auto status = DriverStatus(driver, launched, "cuLaunchKernel"); !status.ok()) return status;
+  if (auto status = device_.Check(launched, "cuLaunchKernel"); !status.ok()) return status;
   if (auto status = device_.CopyToHost(sums.data(), sums_.get(), sums_bytes, stream); !status.ok()) return status;
   if (auto status = device_.Synchronize(stream); !status.ok()) return status;
   return sums;

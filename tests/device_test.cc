@@ -48,11 +48,36 @@ TEST_CASE("The probe passes, and says which step fails where one does") {
     CHECK(ReasonOf(status) == "NO_VMM");
     CHECK(std::string(status.message()).find("cuMemCreate: CUDA_ERROR_NOT_SUPPORTED (801)") != std::string::npos);
   }
+  SECTION("no memory that could be exported") {
+    crippled.cuMemCreate = [](CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties,
+                              unsigned long long flags) -> CUresult {
+      if (properties->requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE) return CUDA_ERROR_NOT_SUPPORTED;
+      return TestDriver().cuMemCreate(handle, bytes, properties, flags);
+    };
+    CHECK(ReasonOf(OpenTestDevice(crippled)->Probe()) == "NO_EXPORT");
+  }
   SECTION("no export") {
     crippled.cuMemExportToShareableHandle = [](void*, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
                                                unsigned long long) -> CUresult { return CUDA_ERROR_NOT_SUPPORTED; };
     CHECK(ReasonOf(OpenTestDevice(crippled)->Probe()) == "NO_EXPORT");
   }
+}
+
+TEST_CASE("The first sticky error is remembered with its call, also of a call that nobody waits for") {
+  Driver poisoned = TestDriver();
+  poisoned.cuMemRelease = [](CUmemGenericAllocationHandle handle) -> CUresult {
+    (void)TestDriver().cuMemRelease(handle);
+    return CUDA_ERROR_LAUNCH_FAILED;
+  };
+  poisoned.cuMemGetInfo = [](size_t*, size_t*) -> CUresult { return CUDA_ERROR_ILLEGAL_ADDRESS; };
+  const auto device = OpenTestDevice(poisoned);
+  CHECK_FALSE(device->RegisterHost(nullptr, 0).ok());
+  CHECK(device->Lost().ok());
+  { auto memory = device->Create(2 * kMiB); }
+  CHECK(ReasonOf(device->Lost()) == "DEVICE_LOST");
+  CHECK(std::string(device->Lost().message()) == "cuMemRelease: CUDA_ERROR_LAUNCH_FAILED (719)");
+  CHECK_FALSE(device->Memory().ok());
+  CHECK(std::string(device->Lost().message()) == "cuMemRelease: CUDA_ERROR_LAUNCH_FAILED (719)");
 }
 
 TEST_CASE("The free figure falls by what is created and rises when the last owner goes") {
@@ -87,8 +112,8 @@ TEST_CASE("Bytes come back as they went, and what lies where is the driver's wor
   REQUIRE(device->Map(range->get(), *memory).ok());
   REQUIRE(device->Map(range->get() + bytes, *memory).ok());  // once more, as an alias
   REQUIRE(device->SetAccess(range->get(), 2 * bytes, Access::kReadWrite).ok());
-  CHECK(device->HandleAt(range->get()) == memory->get());
-  CHECK(device->HandleAt(range->get() + bytes) == memory->get());
+  CHECK(*device->HandleAt(range->get()) == memory->get());
+  CHECK(*device->HandleAt(range->get() + bytes) == memory->get());
   std::vector<unsigned char> out(bytes);
   for (size_t i = 0; i < out.size(); ++i) out[i] = static_cast<unsigned char>(i * 31 + i / 4096);
   std::vector<unsigned char> in(bytes);
