@@ -174,15 +174,15 @@ void DeviceQueue::Cleared(const PlanRealized& event) {
   ModelRecord& model = Model(event.model);
   const bool unloading = std::holds_alternative<UnloadRequested>(job_->request);
   model.device_bytes = event.device_bytes;
+  job_->pooled = true;
   if (!event.status.ok()) {
+    // Also for an unload: a model of which something is left on the GPU is not forgotten.
     model.last_error = event.status;
-    if (!event.broken && !unloading) return NotCleared(event.status);
+    if (!event.broken) return NotCleared(event.status);
     if (model.state != ModelState::kBroken) model.Apply(ModelChange::kBroke);
-    if (unloading) return DropModelNow();
     ReplyNow(event.status);
     return Finish();
   }
-  job_->pooled = true;
   job_->unmapped_bytes = event.unmapped_bytes;
   if (model.state == ModelState::kDeactivating) model.Apply(ModelChange::kDeactivated);
   model.component_on_gpu.reset();

@@ -226,6 +226,31 @@ TEST_CASE("A broken model is unloaded only once its clients have let go") {
   }
 }
 
+TEST_CASE("An unload that cannot take everything off the GPU is refused, and the model is not forgotten") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a);
+  rig.effects.clear();
+  rig.Feed(UnloadRequested{rig.NextRequest(), "a"});
+  SECTION("it stays active where that was undone") {
+    rig.Feed(PlanRealized{.model = a, .status = absl::InternalError("cuMemUnmap"), .device_bytes = kSize});
+    CHECK(rig.model(a).state == ModelState::kActive);
+  }
+  SECTION("it is broken where that could not be undone, and can be unloaded again") {
+    rig.Feed(
+        PlanRealized{.model = a, .status = absl::InternalError("cuMemUnmap"), .broken = true, .device_bytes = kSize});
+    CHECK(rig.model(a).state == ModelState::kBroken);
+  }
+  CHECK(rig.OnlyReply().status.message() == "cuMemUnmap");
+  CHECK_FALSE(rig.Has<DropModel>());
+  rig.effects.clear();
+  rig.Feed(UnloadRequested{rig.NextRequest(), "a"});
+  rig.Realized(a);
+  CHECK(rig.Take<DropModel>().size() == 1);
+  rig.Feed(ModelDropped{a, kSize, 0});
+  CHECK(rig.OnlyReply().status.ok());
+}
+
 TEST_CASE("A drain that its caller gives up leaves the leases alone again, and the device is free for others") {
   ArbiterRig rig(64 * kMiB);
   const ModelId a = rig.Register("a", kSize);
