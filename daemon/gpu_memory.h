@@ -52,6 +52,7 @@ class GpuMemory {
   // Descriptors for all resident cells, duplicates that are the caller's.
   absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout);
   void Trim() { pool_.Trim(); }
+  uint64_t pool_idle_bytes() const { return pool_.idle_bytes(); }
   // Gives back everything but the device's context, which page-locked host memory needs to the end. After the
   // arenas are gone.
   void Close();

@@ -1,0 +1,481 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/core_rig.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "mechanisms/refusal.h"
+#include "tests/test_driver.h"
+
+namespace residency {
+namespace {
+
+constexpr DeviceId kDevice{1};
+
+template <typename T>
+T Must(absl::StatusOr<T> value) {
+  if (!value.ok()) throw std::runtime_error(value.status().ToString());
+  return *std::move(value);
+}
+
+}  // namespace
+
+class RigCheckpoint::ComponentSource final : public Source {
+ public:
+  explicit ComponentSource(const RigCheckpoint& checkpoint) : checkpoint_(checkpoint) {}
+  const std::byte* CellData(uint32_t cell) const override { return checkpoint_.CellData(cell); }
+  uint64_t CellDigest(uint32_t cell) const override { return checkpoint_.digests_[cell]; }
+
+ private:
+  const RigCheckpoint& checkpoint_;
+};
+
+RigCheckpoint::RigCheckpoint(std::string name, const std::vector<uint64_t>& component_bytes, uint64_t cell_bytes,
+                             uint64_t seed)
+    : name_(std::move(name)) {
+  std::vector<LayoutComponent> components;
+  for (uint64_t bytes : component_bytes) {
+    LayoutComponent component{.name = absl::StrCat("part", components.size())};
+    component.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
+    components.push_back(std::move(component));
+    components_.push_back(std::make_unique<ComponentSource>(*this));
+    sources_.push_back(components_.back().get());
+  }
+  layout_ = Must(MakeLayout(std::move(components), cell_bytes, kMinCellBytes));
+  bytes_.resize(layout_.span_bytes);
+  std::mt19937_64 random(seed);
+  auto* words = reinterpret_cast<uint64_t*>(bytes_.data());
+  for (uint64_t i = 0; i < bytes_.size() / 8; ++i) words[i] = random();
+  for (uint32_t cell = 0; cell < layout_.cells.size(); ++cell) {
+    digests_.push_back(
+        DigestWordsPortable(reinterpret_cast<const uint64_t*>(CellData(cell)), layout_.cells[cell].bytes / 8, 0));
+  }
+}
+
+CoreRig::CoreRig(uint64_t budget_bytes, std::vector<RigCheckpoint*> checkpoints)
+    : checkpoints_(std::move(checkpoints)), truth_(OpenTestDevice()) {
+  FaultDriver::Reset();
+  ranges_at_start_ = FaultDriver::holdings().ranges.size();
+  memory_ = Must(GpuMemory::Open(FaultDriver::Table(), 0));
+  for (RigCheckpoint* checkpoint : checkpoints_) {
+    pins_.push_back(Must(truth_->RegisterHost(checkpoint->bytes().data(), checkpoint->bytes().size())));
+  }
+  free_at_start_bytes_ = truth_->Memory()->free_bytes;
+  ArbiterOptions options;
+  options.devices = {{.id = kDevice, .uuid = truth_->info().uuid, .budget_bytes = budget_bytes}};
+  arbiter_ = std::make_unique<Arbiter>(options);
+}
+
+CoreRig::~CoreRig() {
+  FaultDriver::Disarm();
+  for (auto& [session, client] : clients_) {
+    for (auto& [id, lease] : client.leases) LetGo(lease);
+  }
+  clients_.clear();
+  models_.clear();
+  memory_->Close();
+  FaultDriver::TakeBackRefused();
+}
+
+// ---- Requests. ----
+
+RequestId CoreRig::NextRequest() {
+  const RequestId request{next_request_++};
+  asked_.insert(request);
+  return request;
+}
+
+RequestId CoreRig::Register(const std::string& name) {
+  const RequestId request = NextRequest();
+  const auto found = std::find_if(checkpoints_.begin(), checkpoints_.end(),
+                                  [&](const RigCheckpoint* checkpoint) { return checkpoint->name() == name; });
+  registering_[request] = *found;
+  Feed(RegisterRequested{request, name, name, kDevice, Budget{}, (*found)->layout()});
+  return request;
+}
+
+RequestId CoreRig::Unload(const std::string& name) {
+  const RequestId request = NextRequest();
+  Feed(UnloadRequested{request, name});
+  return request;
+}
+
+RequestId CoreRig::Activate(const std::string& name, SessionId session, absl::Duration deadline) {
+  const RequestId request = NextRequest();
+  Feed(ActivateRequested{.request = request, .name = name, .session = session, .deadline = now_ + deadline});
+  return request;
+}
+
+RequestId CoreRig::Deactivate(const std::string& name, absl::Duration drain) {
+  const RequestId request = NextRequest();
+  Feed(DeactivateRequested{request, name, drain});
+  return request;
+}
+
+RequestId CoreRig::Verify(const std::string& name) {
+  const RequestId request = NextRequest();
+  Feed(VerifyRequested{request, name});
+  return request;
+}
+
+RequestId CoreRig::ReleaseLease(SessionId session, LeaseId lease) {
+  const RequestId request = NextRequest();
+  Feed(ReleaseLeaseRequested{request, session, lease});
+  return request;
+}
+
+void CoreRig::Cancel(RequestId request) { Feed(RequestCancelled{request}); }
+
+const Reply* CoreRig::reply(RequestId request) const {
+  const auto found = replies_.find(request);
+  return found == replies_.end() ? nullptr : &found->second;
+}
+
+std::vector<RequestId> CoreRig::outstanding() const { return {asked_.begin(), asked_.end()}; }
+
+const ModelRecord* CoreRig::FindModel(const std::string& name) const {
+  for (const auto& [id, record] : arbiter_->records().models) {
+    if (record.name == name) return &record;
+  }
+  return nullptr;
+}
+
+// ---- What can happen next. ----
+
+bool CoreRig::WorkDevice() {
+  if (device_work_.empty()) return false;
+  const auto work = std::move(device_work_.front());
+  device_work_.pop_front();
+  if (Answer answer = work()) answers_.push_back(std::move(answer));
+  return true;
+}
+
+bool CoreRig::WorkLoader() {
+  if (loader_work_.empty()) return false;
+  const auto work = std::move(loader_work_.front());
+  loader_work_.pop_front();
+  if (Answer answer = work()) answers_.push_back(std::move(answer));
+  return true;
+}
+
+bool CoreRig::DeliverAnswer() {
+  if (answers_.empty()) return false;
+  const Answer answer = std::move(answers_.front());
+  answers_.pop_front();
+  Feed(answer());
+  return true;
+}
+
+bool CoreRig::DeliverEvent(SessionId from) {
+  Client& client = clients_.at(from);
+  if (client.outbox.empty()) return false;
+  const Event event = std::move(client.outbox.front());
+  client.outbox.pop_front();
+  const bool ended = std::holds_alternative<SessionEnded>(event);
+  if (ended) {
+    std::erase_if(daemon_leases_, [&](const auto& entry) { return entry.second.session == from; });
+    if (client.dead) clients_.erase(from);
+  }
+  Feed(event);
+  return true;
+}
+
+bool CoreRig::Advance(absl::Duration most) {
+  const auto next = std::min_element(timers_.begin(), timers_.end(),
+                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  if (next == timers_.end() || next->second > now_ + most) {
+    now_ += most;
+    return false;
+  }
+  now_ = std::max(now_, next->second);
+  const TimerId timer = next->first;
+  timers_.erase(next);
+  Feed(TimerFired{timer});
+  return true;
+}
+
+void CoreRig::Drain() {
+  bool went_on = true;
+  while (went_on) {
+    went_on = WorkDevice() || WorkLoader() || DeliverAnswer();
+    std::vector<SessionId> sessions;
+    for (const auto& [session, client] : clients_) sessions.push_back(session);
+    for (SessionId session : sessions) {
+      went_on |= DeliverPacket(session);
+      went_on |= DeliverEvent(session);
+    }
+  }
+}
+
+bool CoreRig::quiet() const {
+  if (!device_work_.empty() || !loader_work_.empty() || !answers_.empty()) return false;
+  return std::all_of(clients_.begin(), clients_.end(),
+                     [](const auto& entry) { return entry.second.inbox.empty() && entry.second.outbox.empty(); });
+}
+
+// ---- The core. ----
+
+void CoreRig::Feed(const Event& event) {
+  events_.push_back(event);
+  if (std::exchange(feeding_, true)) return;
+  while (!events_.empty()) {
+    const Event next = std::move(events_.front());
+    events_.pop_front();
+    ++events_fed_;
+    for (const Effect& effect : arbiter_->Step(next, now_)) {
+      std::visit([this](const auto& e) { Do(e); }, effect);
+    }
+  }
+  feeding_ = false;
+}
+
+void CoreRig::Do(const Reply& effect) {
+  // Nobody asked for what is undone because everybody gave up.
+  if (!effect.request) return;
+  if (asked_.erase(effect.request) == 0) {
+    complaint_ = absl::StrCat("request ", effect.request.value, " was answered twice, or never asked");
+  }
+  replies_[effect.request] = effect;
+  registering_.erase(effect.request);
+}
+
+void CoreRig::Do(const BuildMirrors& effect) {
+  models_[effect.model].checkpoint = registering_.at(effect.request);
+  loader_work_.push_back([this, id = effect.model]() -> Answer {
+    LiveModel& model = models_.at(id);
+    absl::Status status;
+    if (model.cancelled) status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "given up");
+    if (status.ok()) {
+      auto arena = memory_->Reserve(model.checkpoint->layout());
+      status = arena.status();
+      if (arena.ok()) model.arena = *std::move(arena);
+    }
+    model.plan = NoneResident(model.checkpoint->layout());
+    return [this, id, status]() -> Event {
+      const uint64_t pinned_bytes = models_.at(id).checkpoint->layout().span_bytes;
+      if (!status.ok()) models_.erase(id);
+      return MirrorsBuilt{id, status, status.ok() ? pinned_bytes : 0};
+    };
+  });
+}
+
+void CoreRig::Do(const CancelMirrors& effect) {
+  if (const auto model = models_.find(effect.model); model != models_.end()) model->second.cancelled = true;
+}
+
+void CoreRig::Do(const DropModel& effect) {
+  device_work_.push_back([this, id = effect.model]() -> Answer {
+    LiveModel& model = models_.at(id);
+    const uint64_t device_bytes = model.arena->Measure().device_bytes;
+    model.arena.reset();
+    return [this, id, device_bytes]() -> Event {
+      const uint64_t host_bytes = models_.at(id).checkpoint->layout().span_bytes;
+      models_.erase(id);
+      return ModelDropped{id, host_bytes, device_bytes};
+    };
+  });
+}
+
+void CoreRig::Do(const MeasureDevice&) {
+  device_work_.push_back([this]() -> Answer {
+    std::map<ModelId, const Arena*> arenas;
+    for (const auto& [id, model] : models_) {
+      if (model.arena != nullptr) arenas.emplace(id, model.arena.get());
+    }
+    const GpuMeasurement measured = memory_->Measure(arenas);
+    return [this, measured]() -> Event {
+      DeviceMeasured event{.device = kDevice,
+                           .status = measured.status,
+                           .total_bytes = measured.memory.total_bytes,
+                           .free_bytes = measured.memory.free_bytes,
+                           .pool_idle_bytes = measured.pool_idle_bytes,
+                           .broker_bytes = measured.broker_bytes};
+      for (const auto& [id, lease] : arbiter_->records().leases) {
+        const auto found = daemon_leases_.find(id);
+        if (found != daemon_leases_.end() && found->second.page->word().Read().count > 0) {
+          event.leases_in_use.push_back(id);
+        }
+      }
+      return event;
+    };
+  });
+}
+
+void CoreRig::Do(const RealizePlan& effect) {
+  device_work_.push_back([this, effect]() -> Answer {
+    LiveModel& model = models_.at(effect.model);
+    PlanRealized event = memory_->Realize(effect.model, *model.arena, effect.plan, model.checkpoint->sources());
+    event.duration = absl::ZeroDuration();
+    if (event.status.ok()) model.plan = effect.plan;
+    ++realized_;
+    return [event]() -> Event { return event; };
+  });
+}
+
+void CoreRig::Do(const VerifyCells& effect) {
+  device_work_.push_back([this, effect]() -> Answer {
+    LiveModel& model = models_.at(effect.model);
+    CellsVerified event = memory_->Verify(effect.model, *model.arena, model.checkpoint->sources());
+    event.duration = absl::ZeroDuration();
+    return [event]() -> Event { return event; };
+  });
+}
+
+void CoreRig::Do(const TrimPool&) {
+  device_work_.push_back([this]() -> Answer {
+    memory_->Trim();
+    return nullptr;
+  });
+}
+
+void CoreRig::Do(const SetTimer& effect) {
+  timers_.erase(effect.timer);
+  if (effect.at != absl::InfiniteFuture()) timers_[effect.timer] = effect.at;
+}
+
+// ---- The truth. ----
+
+uint64_t CoreRig::InodeOf(CUmemGenericAllocationHandle handle) const {
+  const auto found = inodes_.find(handle);
+  return found == inodes_.end() ? 0 : found->second;
+}
+
+std::string CoreRig::CheckOwners() {
+  if (!complaint_.empty()) return complaint_;
+  std::set<CUmemGenericAllocationHandle> owned;
+  std::map<std::pair<ModelId, uint32_t>, CUmemGenericAllocationHandle> lies;
+  uint64_t arena_bytes = 0;
+  for (const auto& [id, model] : models_) {
+    if (model.arena == nullptr) continue;
+    const Layout& layout = model.checkpoint->layout();
+    uint64_t measured_bytes = 0;
+    for (uint32_t cell = 0; cell < layout.cells.size(); ++cell) {
+      const auto handle = truth_->HandleAt(model.arena->address() + layout.cells[cell].device_offset);
+      if (!handle.ok()) return handle.status().ToString();
+      const bool planned = model.plan.cells[cell] == CellResidency::kResident;
+      if (!model.arena->broken() && planned != (*handle != 0)) {
+        return absl::StrCat(model.checkpoint->name(), " cell ", cell, " is ", planned ? "not " : "", "there");
+      }
+      if (*handle == 0) continue;
+      if (!owned.insert(*handle).second) return absl::StrCat(model.checkpoint->name(), " cell ", cell, " is shared");
+      lies[{id, cell}] = *handle;
+      measured_bytes += layout.cells[cell].bytes;
+    }
+    if (!model.arena->broken() && measured_bytes != Price(layout, model.plan)) {
+      return absl::StrCat(model.checkpoint->name(), " measures ", measured_bytes, ", priced at ",
+                          Price(layout, model.plan));
+    }
+    arena_bytes += measured_bytes;
+    const auto record = arbiter_->records().models.find(id);
+    if (record == arbiter_->records().models.end()) continue;
+    if (record->second.state == ModelState::kInactive && measured_bytes != 0) {
+      return absl::StrCat(model.checkpoint->name(), " is inactive and has ", measured_bytes, " bytes on the GPU");
+    }
+    if (record->second.state == ModelState::kActive && measured_bytes > record->second.claimed_device_bytes) {
+      return absl::StrCat(model.checkpoint->name(), " has ", measured_bytes, " bytes, claimed ",
+                          record->second.claimed_device_bytes);
+    }
+  }
+  const DriverHoldings& holdings = FaultDriver::holdings();
+  const uint64_t pool_bytes = memory_->pool_idle_bytes();
+  if (holdings.held_bytes() != arena_bytes + pool_bytes) {
+    return absl::StrCat("the daemon holds ", holdings.held_bytes(), " bytes of handles; ", arena_bytes,
+                        " are under models and ", pool_bytes, " in the pool");
+  }
+  const uint64_t budget_bytes = arbiter_->records().devices.at(kDevice).budget_bytes;
+  if (arena_bytes > budget_bytes) return absl::StrCat(arena_bytes, " bytes under models, budget ", budget_bytes);
+  for (const auto& [session, client] : clients_) {
+    for (const auto& [id, lease] : client.leases) {
+      const Layout& layout = lease.checkpoint->layout();
+      for (uint32_t cell = 0; cell < layout.cells.size(); ++cell) {
+        const auto mapped = lease.cells.find(cell);
+        const bool readable = truth_->IsBacked(lease.span.get() + layout.cells[cell].device_offset);
+        if (readable != (mapped != lease.cells.end())) {
+          return absl::StrCat("lease ", id.value, " cell ", cell, " is ",
+                              readable ? "readable after its release" : "gone");
+        }
+        if (!readable) continue;
+        const auto there = lies.find({lease.model, cell});
+        if (there == lies.end() || InodeOf(there->second) != mapped->second.inode) {
+          return absl::StrCat("lease ", id.value, " of session ", session.value, " reads cell ", cell, " of ",
+                              lease.checkpoint->name(), ", which the daemon has taken");
+        }
+      }
+      if (lease.uses > 0 && lease.cells.size() != layout.cells.size() && lease.checkpoint->layout().cells.size() > 0) {
+        return absl::StrCat("lease ", id.value, " is in use without its cells");
+      }
+    }
+  }
+  const bool patient = std::any_of(clients_.begin(), clients_.end(), [](const auto& entry) {
+    const Client& client = entry.second;
+    return client.hung_up || std::any_of(client.leases.begin(), client.leases.end(),
+                                         [](const auto& lease) { return lease.second.uses > 0; });
+  });
+  if (quiet() && !patient && !asked_.empty()) {
+    return absl::StrCat("request ", asked_.begin()->value, " waits, and nothing is under way");
+  }
+  return "";
+}
+
+std::string CoreRig::CheckBytes(bool all, uint64_t random) {
+  const auto compare = [&](CUdeviceptr address, const RigCheckpoint& checkpoint, uint32_t cell) {
+    const auto* there = reinterpret_cast<const std::byte*>(address);
+    const std::byte* right = checkpoint.CellData(cell);
+    const uint64_t bytes = checkpoint.layout().cells[cell].bytes;
+    if (all) return std::memcmp(there, right, bytes) == 0;
+    const uint64_t place = random % (bytes / 64) * 64;
+    return std::memcmp(there + place, right + place, 64) == 0;
+  };
+  for (const auto& [id, model] : models_) {
+    if (model.arena == nullptr || model.arena->broken()) continue;
+    const Layout& layout = model.checkpoint->layout();
+    for (uint32_t cell = 0; cell < layout.cells.size(); ++cell) {
+      if (model.plan.cells[cell] != CellResidency::kResident) continue;
+      if (!compare(model.arena->address() + layout.cells[cell].device_offset, *model.checkpoint, cell)) {
+        return absl::StrCat(model.checkpoint->name(), " cell ", cell, " holds wrong bytes");
+      }
+    }
+  }
+  for (const auto& [session, client] : clients_) {
+    for (const auto& [id, lease] : client.leases) {
+      const auto model = models_.find(lease.model);
+      if (model == models_.end() || model->second.arena == nullptr || model->second.arena->broken()) continue;
+      for (const auto& [cell, mapped] : lease.cells) {
+        if (!compare(lease.span.get() + lease.checkpoint->layout().cells[cell].device_offset, *lease.checkpoint,
+                     cell)) {
+          return absl::StrCat("lease ", id.value, " reads wrong bytes in cell ", cell, " of ",
+                              lease.checkpoint->name());
+        }
+      }
+    }
+  }
+  return "";
+}
+
+std::string CoreRig::CheckEmpty() {
+  memory_->Trim();
+  const DriverHoldings& holdings = FaultDriver::holdings();
+  if (holdings.held_handles() != 0) return absl::StrCat(holdings.held_handles(), " handles are left");
+  const size_t ranges = holdings.ranges.size() - static_cast<size_t>(holdings.refused_ranges);
+  if (ranges != ranges_at_start_) return absl::StrCat(ranges, " reserved ranges, ", ranges_at_start_, " at the start");
+  FaultDriver::TakeBackRefused();
+  const uint64_t free_bytes = truth_->Memory()->free_bytes;
+  if (free_bytes != free_at_start_bytes_) {
+    return absl::StrCat(free_bytes, " bytes are free, ", free_at_start_bytes_, " were at the start");
+  }
+  return "";
+}
+
+void CoreRig::Scribble(ModelId id, uint32_t cell) {
+  const LiveModel& model = models_.at(id);
+  const CUdeviceptr address = model.arena->address() + model.checkpoint->layout().cells[cell].device_offset;
+  *reinterpret_cast<uint64_t*>(address + 4096) ^= 1;
+}
+
+}  // namespace residency
