@@ -13,10 +13,14 @@
 
 namespace residency {
 
-// "a Git LFS pointer (...)" and the like, with what to do about it; nothing where it is not known or
-// cannot be read. A valid safetensors file may begin with the same bytes, so this is asked only about
-// files that were found not to be valid.
-std::optional<std::string_view> FileKindOf(const RegularFile& file);
+struct FileKind {
+  std::string_view name;     // "a Git LFS pointer (...)" and the like, with what to do about it
+  bool is_stand_in = false;  // what is found in the place of any file that was not downloaded
+};
+
+// Nothing where it is not known or cannot be read. A valid safetensors file may begin with the same bytes, so this is
+// asked only about files that were found not to be valid.
+std::optional<FileKind> FileKindOf(const RegularFile& file);
 
 }  // namespace residency
 

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "mechanisms/file_kind.h"
 #include "mechanisms/refusal.h"
 #include "mechanisms/regular_file.h"
 
@@ -61,9 +62,14 @@ absl::Status ReadJsonFile(const std::string& path, std::string_view missing_reas
     return RefuseFile(reason, path, "",
                       absl::StrFormat("%d bytes of JSON, the limit is %d", file->stat.bytes, kMaxJsonBytes));
   }
+  if (file->stat.bytes == 0) return RefuseFile(reason, path, "", "the file is empty");
   simdjson::padded_string text(file->stat.bytes);
   if (absl::Status status = ReadAt(*file, 0, file->stat.bytes, text.data()); !status.ok()) return status;
-  return ParseJson(text, path, reason, document);
+  const absl::Status parsed = ParseJson(text, path, reason, document);
+  if (!absl::IsInvalidArgument(parsed)) return parsed;
+  const std::optional<FileKind> kind = FileKindOf(*file);
+  if (!kind.has_value() || !kind->is_stand_in) return parsed;
+  return RefuseFile(reason, path, "", absl::StrFormat("not JSON but %s", kind->name));
 }
 
 absl::StatusOr<simdjson::dom::element> TopField(const JsonDocument& document, const std::string& file,
@@ -89,6 +95,19 @@ absl::StatusOr<std::string_view> TextOf(const EntrySite& site, std::string_view 
                     absl::StrFormat("%s is %s, not a string", field, Shown(value)));
 }
 
+absl::StatusOr<std::string_view> NameOf(const EntrySite& site, std::string_view field, simdjson::dom::element value) {
+  absl::StatusOr<std::string_view> name = TextOf(site, field, value);
+  if (!name.ok()) return name.status();
+  if (absl::Status status = CheckNameLength(site, field, *name); !status.ok()) return status;
+  return name;
+}
+
+absl::Status CheckNameLength(const EntrySite& site, std::string_view field, std::string_view name) {
+  if (name.size() <= kMaxEntryNameBytes) return absl::OkStatus();
+  return RefuseFile(site.reason, site.file, site.tensor,
+                    absl::StrFormat("%s has %d bytes, the limit is %d", field, name.size(), kMaxEntryNameBytes));
+}
+
 absl::StatusOr<uint64_t> CountOf(const EntrySite& site, std::string_view reason, std::string_view field,
                                  simdjson::dom::element value) {
   uint64_t count = 0;
@@ -110,6 +129,10 @@ absl::StatusOr<std::vector<uint64_t>> ShapeOf(const EntrySite& site, simdjson::d
   simdjson::dom::array dimensions;
   if (value.get_array().get(dimensions) != simdjson::SUCCESS) {
     return RefuseFile("BAD_SHAPE", site.file, site.tensor, absl::StrFormat("shape is %s, not an array", Shown(value)));
+  }
+  if (dimensions.size() > kMaxDimensions) {
+    return RefuseFile("BAD_SHAPE", site.file, site.tensor,
+                      absl::StrFormat("shape has %d dimensions, the limit is %d", dimensions.size(), kMaxDimensions));
   }
   std::vector<uint64_t> shape;
   shape.reserve(dimensions.size());

@@ -49,6 +49,12 @@ struct EntrySite {
 // The text of `field`. INVALID_ARGUMENT/`site.reason` where it is no string.
 absl::StatusOr<std::string_view> TextOf(const EntrySite& site, std::string_view field, simdjson::dom::element value);
 
+// A name of a tensor or a component, which every client is sent. INVALID_ARGUMENT/`site.reason` where it is no string
+// or longer than kMaxEntryNameBytes.
+inline constexpr size_t kMaxEntryNameBytes = 4096;
+absl::StatusOr<std::string_view> NameOf(const EntrySite& site, std::string_view field, simdjson::dom::element value);
+absl::Status CheckNameLength(const EntrySite& site, std::string_view field, std::string_view name);
+
 // A whole number of 0 or more, written as one (2.0 is refused). INVALID_ARGUMENT/`reason`.
 absl::StatusOr<uint64_t> CountOf(const EntrySite& site, std::string_view reason, std::string_view field,
                                  simdjson::dom::element value);
@@ -56,7 +62,8 @@ absl::StatusOr<uint64_t> CountOf(const EntrySite& site, std::string_view reason,
 // INVALID_ARGUMENT/BAD_DTYPE for a name that the format does not know.
 absl::StatusOr<DType> DTypeOf(const EntrySite& site, simdjson::dom::element value);
 
-// INVALID_ARGUMENT/BAD_SHAPE for a dimension that is no whole number of 0 or more.
+// INVALID_ARGUMENT/BAD_SHAPE for a dimension that is no whole number of 0 or more, and for more than kMaxDimensions.
+inline constexpr size_t kMaxDimensions = 1024;
 absl::StatusOr<std::vector<uint64_t>> ShapeOf(const EntrySite& site, simdjson::dom::element value);
 
 // Holds `bytes`, as stated by `field`, against dtype and shape. INVALID_ARGUMENT/BAD_SHAPE where their

@@ -123,6 +123,16 @@ class ManifestBuilder {
  private:
   absl::Status Add(ManifestComponent component, bool may_alias, const std::string& path) {
     if (component.name.empty()) return RefuseFile("BAD_COMPONENT", path, "", "a component without a name");
+    if (component.name.size() > kMaxComponentNameBytes) {
+      return RefuseFile("BAD_COMPONENT", path, "",
+                        absl::StrFormat("component %s: its name has %d bytes, the limit is %d",
+                                        NameForMessage(component.name), component.name.size(), kMaxComponentNameBytes));
+    }
+    if (names_.size() == kMaxComponents) {
+      return RefuseFile("BAD_COMPONENT", path, "",
+                        absl::StrFormat("component %s is one more than the limit of %d components",
+                                        NameForMessage(component.name), kMaxComponents));
+    }
     if (!names_.insert(component.name).second) {
       return RefuseFile("DUPLICATE_NAME", path, "",
                         absl::StrFormat("two components are called %s", NameForMessage(component.name)));

@@ -6,7 +6,8 @@
 //
 // What a manifest that was returned promises: every tensor's byte count equals what its dtype and shape
 // say, lies inside its file as it was when read, and shares no byte with another tensor of the same
-// file unless the two are in an explicit table; names are unique within a component.
+// file unless the two are in an explicit table; names are unique within a component, and no longer than
+// kMaxEntryNameBytes of json_entry.h.
 #ifndef RESIDENCY_MECHANISMS_MANIFEST_H_
 #define RESIDENCY_MECHANISMS_MANIFEST_H_
 
@@ -41,6 +42,11 @@ struct ManifestTensor {
   uint64_t file_offset = 0;  // absolute, any alignment
   uint64_t bytes = 0;
 };
+
+// Every status of the daemon names the components, and every client is sent the tensors' names: a message to it has at
+// most 4 MiB.
+inline constexpr size_t kMaxComponents = 256;
+inline constexpr size_t kMaxComponentNameBytes = 256;
 
 struct ManifestComponent {
   std::string name;
@@ -81,7 +87,8 @@ struct ComponentSource {
 //  INVALID_ARGUMENT/BAD_HEADER, BAD_DTYPE, BAD_SHAPE, BAD_OFFSETS, SIZE_MISMATCH, TRUNCATED,
 //  DUPLICATE_NAME, HEADER_TOO_SMALL, HEADER_TOO_LARGE, BAD_METADATA, BAD_INDEX, BAD_TABLE, BAD_COMPONENT,
 //  NO_MATCH what is wrong inside;
-//  FAILED_PRECONDITION/FILE_CHANGED a file was replaced while the model was read;
+//  FAILED_PRECONDITION/FILE_CHANGED, DATA_LOSS/FILE_TRUNCATED a file was replaced, or became shorter, while the model
+//  was read;
 //  RESOURCE_EXHAUSTED/HOST_MEMORY a header is too large to parse in what memory there is;
 //  UNREADABLE, with the code that ErrnoStatus gives, the system would not let us read it.
 absl::StatusOr<Manifest> ReadManifest(const std::string& source, const std::vector<ComponentSource>& components = {});

@@ -81,6 +81,7 @@ struct RefillReport {
 //  FAILED_PRECONDITION/FILE_CHANGED a file is not, or after reading no longer, the one in `files`;
 //  DATA_LOSS/FILE_TRUNCATED a file ended early; DATA_LOSS/READ_ERROR it could not be read;
 //  CANCELLED/CANCELLED progress said so; UNAVAILABLE/NO_URING as above;
+//  UNREADABLE, with the code that ErrnoStatus gives, a file cannot be opened;
 //  RESOURCE_EXHAUSTED no memory for staging, no descriptor;
 //  INVALID_ARGUMENT/BAD_PIECES pieces out of order or out of their file, or options that make no sense.
 absl::StatusOr<RefillReport> Refill(std::span<const SourceFile> files, std::span<const ReadPiece> pieces,

@@ -25,9 +25,14 @@ std::string Difference(const SourceFile& seen, const struct stat& now) {
   return "";
 }
 
+absl::Status Unreadable(int error, const char* call, const std::string& path) {
+  const absl::Status status = ErrnoStatus(error, absl::StrCat(call, " of ", path));
+  return Refuse(status.code(), {.reason = "UNREADABLE", .file = path}, std::string(status.message()));
+}
+
 absl::Status Compare(const SourceFile& seen, int fd) {
   struct stat now;
-  if (::fstat(fd, &now) != 0) return ErrnoStatus(errno, absl::StrCat("fstat of ", seen.path));
+  if (::fstat(fd, &now) != 0) return Unreadable(errno, "fstat", seen.path);
   const std::string difference = Difference(seen, now);
   if (difference.empty()) return absl::OkStatus();
   return Refuse(absl::StatusCode::kFailedPrecondition, {.reason = "FILE_CHANGED", .file = seen.path},
@@ -62,7 +67,7 @@ absl::StatusOr<int> RefillFiles::Open(uint32_t file) {
     return Refuse(absl::StatusCode::kNotFound, {.reason = "FILE_MISSING", .file = source.path},
                   absl::StrCat(source.path, " is not there any more"));
   }
-  if (!fd.valid()) return ErrnoStatus(errno, absl::StrCat("open of ", source.path));
+  if (!fd.valid()) return Unreadable(errno, "open", source.path);
   if (absl::Status same = Compare(source, fd.get()); !same.ok()) return same;
   ClearFlags(fd.get(), O_NONBLOCK);
   state.direct = direct;

@@ -131,7 +131,12 @@ absl::Status ReadAt(const RegularFile& file, uint64_t offset, uint64_t bytes, ch
       return RefuseErrno(errno, "read", file.stat.path);
     }
     if (got == 0) {
-      return RefuseFile("TRUNCATED", file.stat.path, "", "it became shorter while it was read");
+      Refusal refusal;
+      refusal.reason = "FILE_TRUNCATED";
+      refusal.file = Cut(file.stat.path, kMaxPathBytes);
+      return Refuse(absl::StatusCode::kDataLoss, std::move(refusal),
+                    absl::StrFormat("%s: it ends at %d, but had %d bytes when it was opened",
+                                    PathForMessage(file.stat.path), offset, file.stat.bytes));
     }
     into += got;
     offset += static_cast<uint64_t>(got);

@@ -27,8 +27,8 @@ struct RegularFile {
 // otherwise.
 absl::StatusOr<RegularFile> OpenRegularFile(const std::string& path, std::string_view missing_reason);
 
-// Fills `into` with the `bytes` bytes at `offset`. INVALID_ARGUMENT/TRUNCATED where the file ends before,
-// UNREADABLE with the code of errno otherwise.
+// Fills `into` with the `bytes` bytes at `offset`, which the file had when it was opened. DATA_LOSS/FILE_TRUNCATED
+// where it ends before that now, UNREADABLE with the code of errno otherwise.
 absl::Status ReadAt(const RegularFile& file, uint64_t offset, uint64_t bytes, char* into);
 
 // Whether there is a directory at `path`. NOT_FOUND with `missing_reason` where nothing is there.

@@ -23,9 +23,10 @@ constexpr std::string_view kMetadataKey = "__metadata__";
 
 // A refusal for a file that does not even begin like the format: by what it really is, where that shows.
 absl::Status RefuseBeginning(const RegularFile& file, std::string_view reason, std::string_view why) {
-  const std::optional<std::string_view> kind = FileKindOf(file);
+  const std::optional<FileKind> kind = FileKindOf(file);
   if (!kind.has_value()) return RefuseFile(reason, file.stat.path, "", why);
-  return RefuseFile("NOT_A_CHECKPOINT", file.stat.path, "", absl::StrFormat("not a safetensors file but %s", *kind));
+  return RefuseFile("NOT_A_CHECKPOINT", file.stat.path, "",
+                    absl::StrFormat("not a safetensors file but %s", kind->name));
 }
 
 // The header's length, held against the format's limit and the file's end.
@@ -118,6 +119,7 @@ absl::StatusOr<EntryFields> FieldsOf(const EntrySite& site, simdjson::dom::objec
 // One entry as a tensor whose offset is still relative to the data section.
 absl::StatusOr<ManifestTensor> TensorOf(const std::string& path, std::string_view name, simdjson::dom::element value) {
   const EntrySite site{path, name, "BAD_HEADER"};
+  if (absl::Status status = CheckNameLength(site, "its name", name); !status.ok()) return status;
   simdjson::dom::object entry;
   if (value.get_object().get(entry) != simdjson::SUCCESS) {
     return RefuseFile("BAD_HEADER", path, name, "its entry is no object");

@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "mechanisms/file_kind.h"
 #include "mechanisms/json_entry.h"
 #include "mechanisms/regular_file.h"
 #include "mechanisms/safetensors_header.h"
@@ -63,7 +64,7 @@ class TableReader {
     absl::StatusOr<Row> row = FieldsOf(value);
     if (!row.ok()) return row.status();
     const std::string row_name = absl::StrCat("#", row_count_);
-    absl::StatusOr<std::string_view> name = TextOf({path_, row_name, kReason}, "name", *(*row)[kName]);
+    absl::StatusOr<std::string_view> name = NameOf({path_, row_name, kReason}, "name", *(*row)[kName]);
     if (!name.ok()) return name.status();
     const EntrySite site{path_, *name, kReason};
 
@@ -119,8 +120,8 @@ class TableReader {
     // Not offset + bytes > file, which could wrap.
     if (*offset > file->bytes || *bytes > file->bytes - *offset) {
       return RefuseFile("TRUNCATED", path_, site.tensor,
-                        absl::StrFormat("%d bytes at %d of %s, which has %d bytes", *bytes, *offset,
-                                        NameForMessage(*file_name), file->bytes));
+                        absl::StrFormat("%d bytes at %d of %s, which has %d bytes%s", *bytes, *offset,
+                                        NameForMessage(*file_name), file->bytes, StandInForMessage(*file_name)));
     }
     tensor->dtype = *dtype;
     tensor->shape = std::move(*shape);
@@ -130,12 +131,23 @@ class TableReader {
     return absl::OkStatus();
   }
 
+  std::string PathOf(std::string_view name) const {
+    return (std::filesystem::path(path_).parent_path() / std::string(name)).string();
+  }
+
+  // " and is KIND" for a file that is too short, where it is a stand-in for the real one.
+  std::string StandInForMessage(std::string_view name) const {
+    const absl::StatusOr<RegularFile> file = OpenRegularFile(PathOf(name), "FILE_MISSING");
+    if (!file.ok()) return "";
+    const std::optional<FileKind> kind = FileKindOf(*file);
+    return kind.has_value() && kind->is_stand_in ? absl::StrFormat(" and is %s", kind->name) : "";
+  }
+
   absl::StatusOr<KnownFile> FileNamed(const EntrySite& site, std::string_view name) {
     const auto known = file_by_name_.find(name);
     if (known != file_by_name_.end()) return known->second;
     if (name.empty()) return RefuseFile(kReason, path_, site.tensor, "file is empty");
-    const std::filesystem::path full = std::filesystem::path(path_).parent_path() / std::string(name);
-    absl::StatusOr<RegularFile> file = OpenRegularFile(full.string(), "FILE_MISSING");
+    absl::StatusOr<RegularFile> file = OpenRegularFile(PathOf(name), "FILE_MISSING");
     if (!file.ok()) return MissedBy(file.status(), path_);
     absl::StatusOr<uint32_t> index = files_.Add(file->stat);
     if (!index.ok()) return index.status();

@@ -88,6 +88,8 @@ TEST_CASE("What a table gets wrong is refused with its tensor") {
       {Table(R"({"name":"a","dtype":"u8","shape":[1],"file":"b","offset":0,"bytes":1})"), "BAD_DTYPE", "a"},
       {Table(R"({"name":"a","dtype":"U8","shape":[-1],"file":"b","offset":0,"bytes":1})"), "BAD_SHAPE", "a"},
       {Table(R"({"name":"a","dtype":"F32","shape":[1],"file":"b","offset":0,"bytes":1})"), "SIZE_MISMATCH", "a"},
+      {Table(Row(std::string(4097, 'a'), "b", "0", "1")), "BAD_TABLE", "#0"},
+      {Table(Row("a", "b", "0", "1", R"(,"component":")" + std::string(257, 'c') + "\"")), "BAD_COMPONENT", ""},
       {Table(Row("a", "b", "0", "11")), "TRUNCATED", "a"},
       {Table(Row("a", "b", "10", "1")), "TRUNCATED", "a"},
       {Table(Row("a", "b", "18446744073709551615", "2")), "TRUNCATED", "a"},
@@ -103,6 +105,34 @@ TEST_CASE("What a table gets wrong is refused with its tensor") {
     CHECK(refusal.reason == c.reason);
     CHECK(refusal.tensor == c.tensor);
   }
+}
+
+TEST_CASE("A table, and a file that it names, are called what stands in their place") {
+  const std::string pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4877660776\n";
+  CheckpointDir directory;
+  CHECK(ReadBad(directory.Write("p.tensors.json", pointer)).reason == "BAD_TABLE");
+  CHECK(MessageOf(directory.Path("p.tensors.json")).find("Git LFS pointer") != std::string::npos);
+  CHECK(MessageOf(directory.Write("e.tensors.json", "")).find("empty") != std::string::npos);
+  directory.Write("blob", pointer);
+  const std::string table = directory.Write("t.tensors.json", Table(Row("a", "blob", "0", "4096")));
+  CHECK(ReadBad(table).reason == "TRUNCATED");
+  CHECK(MessageOf(table).find("Git LFS pointer") != std::string::npos);
+  // A short blob may begin like anything.
+  directory.Write("blob", "{\"a\":1}");
+  CHECK(MessageOf(table).find(" and is ") == std::string::npos);
+}
+
+TEST_CASE("A model has at most 256 components") {
+  CheckpointDir directory;
+  directory.Write("b", "x");
+  std::string rows;
+  for (int i = 0; i < 256; ++i) {
+    rows += (i == 0 ? "" : ",") + Row("a", "b", "0", "1", R"(,"component":"c)" + std::to_string(i) + "\"");
+  }
+  CHECK(ReadGood(directory.Write("t.tensors.json", Table(rows))).components.size() == 256);
+  rows += "," + Row("a", "b", "0", "1", R"(,"component":"more")");
+  CHECK(ReadBad(directory.Write("t.tensors.json", Table(rows))).reason == "BAD_COMPONENT");
+  CHECK(MessageOf(directory.Path("t.tensors.json")).find("256") != std::string::npos);
 }
 
 TEST_CASE("A table that is not there or is a directory is refused") {

@@ -3,12 +3,15 @@
 // One safetensors file: what the format allows and forbids.
 #include "mechanisms/manifest.h"
 
+#include <sys/fsuid.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <random>
+#include <thread>
 
+#include "mechanisms/regular_file.h"
 #include "tests/checkpoint_fixture.h"
 
 namespace residency {
@@ -122,7 +125,7 @@ TEST_CASE("A header's length is held against the format's limit and the file") {
       {"wraps to the file's size", LengthPrefix(~uint64_t{0} - 7) + "{}", "HEADER_TOO_LARGE", ""},
       {"one over the limit", LengthPrefix(100'000'001) + "{}", "HEADER_TOO_LARGE", ""},
       {"the limit itself, but no such header", LengthPrefix(100'000'000) + "{}", "TRUNCATED", ""},
-      {"no header", LengthPrefix(0), "BAD_HEADER", ""},
+      {"no header", LengthPrefix(0), "NOT_A_CHECKPOINT", ""},
   });
 }
 
@@ -256,6 +259,15 @@ TEST_CASE("A file that is really something else is called by its name") {
   }
 }
 
+TEST_CASE("A file whose room was reserved and never filled is called that") {
+  CheckpointDir directory;
+  for (const uint64_t bytes : {8, 4096}) {
+    const std::string path = directory.Write("x.safetensors", std::string(bytes, '\0'));
+    CHECK(ReadBad(path).reason == "NOT_A_CHECKPOINT");
+    CHECK(MessageOf(path).find("begins with zeros") != std::string::npos);
+  }
+}
+
 TEST_CASE("A good file whose length reads like another format's first bytes is taken") {
   // 0x0280, as a pickle begins.
   std::string header = "{" + Entry("w", "U8", "[1]", 0, 1) + "}";
@@ -271,6 +283,11 @@ TEST_CASE("What is no regular file is refused without waiting for it") {
   CHECK(ReadBad(fifo).reason == "NOT_A_CHECKPOINT");
   CHECK(MessageOf(fifo).find("FIFO") != std::string::npos);
   CHECK(ReadBad("/dev/zero").reason == "NOT_A_CHECKPOINT");
+  std::filesystem::create_directory(directory.Path("m"));
+  directory.Write("m/model.safetensors.index.json", R"({"weight_map":{"w":"s"}})");
+  std::filesystem::create_directory(directory.Path("m/s"));
+  CHECK(ReadBad(directory.Path("m")).file == directory.Path("m/s"));
+  CHECK(MessageOf(directory.Path("m")).find("a directory, not a regular file") != std::string::npos);
   directory.Link("link.safetensors", "fifo.safetensors");
   CHECK(ReadBad(directory.Path("link.safetensors")).reason == "NOT_A_CHECKPOINT");
 }
@@ -291,6 +308,52 @@ TEST_CASE("A path where nothing is, is refused as that") {
   // A NUL does not shorten a path to one that exists.
   CHECK(ReasonOf(ReadManifest(file + std::string("\0", 1)).status()) == "NO_SUCH_FILE");
   CHECK(ReadManifest("").status().code() == absl::StatusCode::kInvalidArgument);
+}
+
+TEST_CASE("A file that the system does not let us read is refused as unreadable, with the system's words") {
+  CheckpointDir directory;
+  const std::string path = directory.Write("x.safetensors", SafetensorsOf({"w"}));
+  REQUIRE(::chmod(path.c_str(), 0) == 0);
+  absl::Status status;
+  // Who may read everything is somebody else for the file system, on this thread alone.
+  std::thread([&] {
+    ::setfsuid(65534);
+    status = ReadManifest(path).status();
+  }).join();
+  INFO(status.ToString());
+  CHECK(status.code() == absl::StatusCode::kPermissionDenied);
+  REQUIRE(GetRefusal(status).has_value());
+  CHECK(GetRefusal(status)->reason == "UNREADABLE");
+  CHECK(GetRefusal(status)->file == path);
+  CHECK(std::string(status.message()).find("Permission denied") != std::string::npos);
+}
+
+TEST_CASE("A file that became shorter since it was opened is said to be cut short, not malformed") {
+  CheckpointDir directory;
+  const absl::StatusOr<RegularFile> file = OpenRegularFile(directory.Write("x", std::string(100, 'x')), "NO_SUCH_FILE");
+  REQUIRE(file.ok());
+  std::filesystem::resize_file(directory.Path("x"), 60);
+  std::string bytes(100, '\0');
+  CHECK(ReadAt(*file, 0, 60, bytes.data()).ok());
+  const absl::Status status = ReadAt(*file, 10, 90, bytes.data());
+  CHECK(status.code() == absl::StatusCode::kDataLoss);
+  CHECK(ReasonOf(status) == "FILE_TRUNCATED");
+  CHECK(status.message() == directory.Path("x") + ": it ends at 60, but had 100 bytes when it was opened");
+}
+
+TEST_CASE("A name or a shape that no client could be sent is refused with the limit") {
+  std::string ones = "1";
+  for (int i = 1; i < 1024; ++i) ones += ",1";
+  CheckpointDir directory;
+  const auto file = [&](const std::string& name, const std::string& dimensions) {
+    return directory.Write("x.safetensors",
+                           Safetensors("{" + Entry(name, "U8", "[" + dimensions + "]", 0, 1) + "}", 1));
+  };
+  CHECK(ReadGood(file(std::string(4096, 'n'), ones)).components[0].tensors[0].shape.size() == 1024);
+  CHECK(ReadBad(file(std::string(4097, 'n'), "1")).reason == "BAD_HEADER");
+  CHECK(MessageOf(file(std::string(4097, 'n'), "1")).find("4097 bytes, the limit is 4096") != std::string::npos);
+  CHECK(ReadBad(file("w", ones + ",1")).reason == "BAD_SHAPE");
+  CHECK(MessageOf(file("w", ones + ",1")).find("1025 dimensions, the limit is 1024") != std::string::npos);
 }
 
 TEST_CASE("A hostile name neither breaks a line nor swells the message") {

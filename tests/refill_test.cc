@@ -2,6 +2,7 @@
 #include "mechanisms/refill.h"
 
 #include <fcntl.h>
+#include <sys/fsuid.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -17,6 +18,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -304,6 +306,16 @@ TEST_CASE("a file that is gone, replaced, resized or touched since the manifest 
     std::filesystem::remove(path);
     REQUIRE(::mkfifo(path.c_str(), 0600) == 0);
     CheckRefused(read(), absl::StatusCode::kFailedPrecondition, "FILE_CHANGED", path);
+  }
+  SECTION("no longer readable for us") {
+    REQUIRE(::chmod(path.c_str(), 0) == 0);
+    absl::Status status;
+    // Who may read everything is somebody else for the file system, on this thread and those that it starts.
+    std::thread([&] {
+      ::setfsuid(65534);
+      status = read();
+    }).join();
+    CheckRefused(status, absl::StatusCode::kPermissionDenied, "UNREADABLE", path);
   }
 }
 
