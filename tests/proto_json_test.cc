@@ -73,6 +73,39 @@ TEST_CASE("a refusal keeps its figures and holders on the way through gRPC into 
         R"("age_seconds":1.5}]}})");
 }
 
+// What gRPC counts: the message with three bytes for each that is not ASCII, the details in base64.
+size_t TrailingBytes(const grpc::Status& status) {
+  size_t bytes = 0;
+  for (const unsigned char c : status.error_message()) bytes += c < 0x20 || c >= 0x7f || c == '%' ? 3 : 1;
+  return bytes + (status.error_details().size() + 2) / 3 * 4;
+}
+
+TEST_CASE("a refusal about hostile names fits into gRPC's 8 KiB of metadata and arrives with its reason") {
+  std::string wide;
+  for (int i = 0; i < 2000; ++i) wide += "\u6f22";
+  const std::vector<Holder> holders(500,
+                                    Holder{1 << 30, 1 << 30, std::string(64, 'c'), ~uint64_t{0}, ~uint64_t{0}, 1.5});
+  for (const Refusal& sent : {Refusal{.reason = "FILE_MISSING", .file = wide, .tensor = wide.substr(0, 255)},
+                              Refusal{.reason = "FILE_MISSING", .file = std::string("/m/\xff\x80.safetensors")},
+                              Refusal{.reason = "FILE_MISSING", .file = std::string(4095, '\xff')},
+                              Refusal{.reason = "IN_USE", .holders = holders}}) {
+    const grpc::Status status =
+        ToGrpcStatus(Refuse(absl::StatusCode::kNotFound, sent, sent.file + " is not there, but " + wide + " names it"));
+    CHECK(TrailingBytes(status) < 7900);
+    const absl::Status received = FromGrpcStatus(status);
+    CHECK(received.code() == absl::StatusCode::kNotFound);
+    const auto refusal = GetRefusal(received);
+    REQUIRE(refusal.has_value());
+    CHECK(refusal->reason == sent.reason);
+    CHECK(refusal->file.empty() == sent.file.empty());
+  }
+  CHECK(ToGrpcStatus(absl::NotFoundError("no model 'a\n\x1b[31mOK'")).error_message() == "no model 'a??[31mOK'");
+  const Refusal odd{.reason = "BAD_HEADER", .file = std::string("/m/\xff\x80.safetensors")};
+  const auto refusal = GetRefusal(FromGrpcStatus(ToGrpcStatus(Refuse(absl::StatusCode::kNotFound, odd, odd.file))));
+  REQUIRE(refusal.has_value());
+  CHECK(refusal->file == R"(/m/\xff\x80.safetensors)");
+}
+
 TEST_CASE("gRPC's own failures get a reason that a script can tell apart") {
   CHECK(ReasonOf(FromGrpcStatus({grpc::StatusCode::UNAVAILABLE, "Socket closed"})) == "CONNECTION_LOST");
   CHECK(ReasonOf(FromGrpcStatus({grpc::StatusCode::DEADLINE_EXCEEDED, "Deadline Exceeded"})) == "NO_ANSWER");
