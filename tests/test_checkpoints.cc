@@ -53,13 +53,13 @@ std::string Sha256(const std::vector<char>& bytes) {
   return absl::BytesToHexString({reinterpret_cast<const char*>(digest), sizeof(digest)});
 }
 
-std::string Header(const std::vector<uint64_t>& tensor_bytes) {
+std::string Header(const std::vector<NamedBytes>& tensors) {
   nlohmann::json header;
   uint64_t offset = 0;
-  for (size_t i = 0; i < tensor_bytes.size(); ++i) {
-    header[absl::StrCat("t", i)] = {
-        {"dtype", "U8"}, {"shape", {tensor_bytes[i]}}, {"data_offsets", {offset, offset + tensor_bytes[i]}}};
-    offset += tensor_bytes[i];
+  for (const NamedBytes& tensor : tensors) {
+    header[tensor.name] = {
+        {"dtype", "U8"}, {"shape", {tensor.bytes}}, {"data_offsets", {offset, offset + tensor.bytes}}};
+    offset += tensor.bytes;
   }
   return header.dump();
 }
@@ -100,21 +100,27 @@ Hashes TrueHashes(const std::string& folder) {
   return hashes;
 }
 
-Hashes WriteCheckpoint(const std::string& path, const std::vector<uint64_t>& tensor_bytes, uint64_t seed) {
-  const std::string header = Header(tensor_bytes);
+Hashes WriteNamedCheckpoint(const std::string& path, const std::vector<NamedBytes>& tensors, uint64_t seed) {
+  const std::string header = Header(tensors);
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   for (int shift = 0; shift < 64; shift += 8) file.put(static_cast<char>(uint64_t{header.size()} >> shift));
   file << header;
   std::mt19937_64 random(seed);
   Hashes hashes;
-  for (size_t i = 0; i < tensor_bytes.size(); ++i) {
-    const std::vector<char> bytes = RandomBytes(tensor_bytes[i], random);
+  for (const NamedBytes& tensor : tensors) {
+    const std::vector<char> bytes = RandomBytes(tensor.bytes, random);
     file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    hashes[absl::StrCat("t", i)] = Sha256(bytes);
+    hashes[tensor.name] = Sha256(bytes);
   }
   file.close();
   REQUIRE(file.good());
   return hashes;
+}
+
+Hashes WriteCheckpoint(const std::string& path, const std::vector<uint64_t>& tensor_bytes, uint64_t seed) {
+  std::vector<NamedBytes> tensors;
+  for (size_t i = 0; i < tensor_bytes.size(); ++i) tensors.push_back({absl::StrCat("t", i), tensor_bytes[i]});
+  return WriteNamedCheckpoint(path, tensors, seed);
 }
 
 }  // namespace residency

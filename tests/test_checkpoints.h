@@ -31,7 +31,13 @@ std::string RealCheckpoint(const std::string& folder);
 std::vector<TrueTensor> TrueTensors(const std::string& folder);
 Hashes TrueHashes(const std::string& folder);
 
-// Writes a safetensors file of tensors t0, t1, ... of U8 with these sizes and random bytes.
+// Writes a safetensors file of U8 tensors with these names and sizes, in this order, and random bytes.
+struct NamedBytes {
+  std::string name;
+  uint64_t bytes = 0;
+};
+Hashes WriteNamedCheckpoint(const std::string& path, const std::vector<NamedBytes>& tensors, uint64_t seed);
+// The same of tensors t0, t1, ...
 Hashes WriteCheckpoint(const std::string& path, const std::vector<uint64_t>& tensor_bytes, uint64_t seed);
 
 }  // namespace residency
