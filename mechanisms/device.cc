@@ -85,7 +85,8 @@ void CloseAddressRange(const Device& device, CUdeviceptr address, uint64_t bytes
   (void)device.Check(device.driver().cuMemAddressFree(address, bytes), "cuMemAddressFree");
 }
 
-void CloseHostRegistration(const Device& device, void* address, uint64_t) {
+void CloseHostRegistration(const Device& device, void* address, uint64_t bytes) {
+  device.registered_host_bytes_ -= bytes;
   if (!device.MakeCurrent().ok()) return;
   (void)device.Check(device.driver().cuMemHostUnregister(address), "cuMemHostUnregister");
 }
@@ -321,12 +322,15 @@ absl::StatusOr<CUmemGenericAllocationHandle> Device::HandleAt(CUdeviceptr addres
 absl::StatusOr<HostRegistration> Device::RegisterHost(void* address, uint64_t bytes) const {
   if (auto status = MakeCurrent(); !status.ok()) return status;
   const CUresult result = driver_.cuMemHostRegister(address, bytes, CU_MEMHOSTREGISTER_PORTABLE);
-  if (result == CUDA_ERROR_OUT_OF_MEMORY) {
-    // It is host memory that ran out here; nobody should read "GPU" in this.
+  // It is host memory that ran out here, or a limit of the system on locking it, which containers have and which the
+  // driver tells in several ways; nobody should read "GPU" in this.
+  if (result == CUDA_ERROR_OUT_OF_MEMORY || result == CUDA_ERROR_NOT_PERMITTED ||
+      result == CUDA_ERROR_OPERATING_SYSTEM) {
     return Refuse(absl::StatusCode::kResourceExhausted, Refusal{.reason = "PIN_LIMIT", .needed_bytes = bytes},
                   absl::StrCat("cuMemHostRegister refused to page-lock ", bytes, " bytes of host memory"));
   }
   if (auto status = Check(result, "cuMemHostRegister"); !status.ok()) return status;
+  registered_host_bytes_ += bytes;
   return HostRegistration(*this, address, bytes);
 }
 

@@ -155,6 +155,7 @@ class Device {
   // Whether memory is mapped at `address`; false also where the driver would not say.
   bool IsBacked(CUdeviceptr address) const { return HandleAt(address).value_or(0) != 0; }
 
+  // Page-locks. RESOURCE_EXHAUSTED/PIN_LIMIT where the system refuses to lock more, or at all.
   absl::StatusOr<HostRegistration> RegisterHost(void* address, uint64_t bytes) const;
   absl::StatusOr<DeviceBuffer> Allocate(uint64_t bytes) const;
   absl::StatusOr<Stream> CreateStream() const;      // non-blocking towards the default stream
@@ -169,6 +170,8 @@ class Device {
   absl::Status Synchronize(const StreamEvent& event) const;
   absl::StatusOr<absl::Duration> Elapsed(const StreamEvent& from, const StreamEvent& to) const;
 
+  // Bytes that RegisterHost has page-locked and nobody has given back. Any thread.
+  uint64_t registered_host_bytes() const { return registered_host_bytes_.load(std::memory_order_relaxed); }
   // Bytes of all CopyToHost so far: weights are never among them.
   uint64_t copied_to_host_bytes() const { return copied_to_host_bytes_.load(std::memory_order_relaxed); }
 
@@ -180,6 +183,8 @@ class Device {
   CUdevice device_;
   CUcontext context_;
   DeviceInfo info_;
+  friend void CloseHostRegistration(const Device& device, void* address, uint64_t bytes);
+  mutable std::atomic<uint64_t> registered_host_bytes_{0};
   mutable std::atomic<uint64_t> copied_to_host_bytes_{0};
   // The first sticky error. The name is claimed first, so that both are of one call.
   mutable std::atomic<const char*> lost_call_{nullptr};

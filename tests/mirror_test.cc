@@ -366,6 +366,8 @@ class Card {
   }
   const Device& device() const { return *device_; }
   std::vector<PinnedPiece> TakeAsked() { return std::exchange(asked_, {}); }
+  // The next registration is answered with `error`.
+  void AnswerNext(CUresult error) { answer_next_ = error; }
 
  private:
   Card() {
@@ -379,6 +381,7 @@ class Card {
     register_ = driver_.cuMemHostRegister;
     driver_.cuMemHostRegister = [](void* address, size_t bytes, unsigned flags) {
       asked_.push_back({static_cast<const std::byte*>(address), bytes});
+      if (const CUresult answer = std::exchange(answer_next_, CUDA_SUCCESS); answer != CUDA_SUCCESS) return answer;
       return register_(address, bytes, flags);
     };
     auto device = Device::Open(driver_, 0);
@@ -387,6 +390,7 @@ class Card {
   }
 
   static inline std::vector<PinnedPiece> asked_;
+  static inline CUresult answer_next_ = CUDA_SUCCESS;
   static inline decltype(Driver::cuMemHostRegister) register_ = nullptr;
   TempDir dir_;
   Driver driver_;
@@ -420,8 +424,10 @@ TEST_CASE("a mirror is page-locked in whole cells, at most 256 MiB at a time, an
     CHECK(asked[1].bytes == 16 * kMiB);
     CHECK(mirror.Pin(card.device()).ok());  // is pinned already
     CHECK(card.TakeAsked().empty());
+    CHECK(card.device().registered_host_bytes() == 272 * kMiB);
     mirror.Unpin();
     CHECK(mirror.pinned_bytes() == 0);
+    CHECK(card.device().registered_host_bytes() == 0);
   }
 }
 
@@ -448,11 +454,27 @@ TEST_CASE("a mirror over the pin limit stays unpinned as a whole and says what i
   CHECK(refusal->needed_bytes == 304 * kMiB);
   CHECK(refusal->available_bytes == 256 * kMiB);
   CHECK(large.pinned_bytes() == 0);
+  CHECK(card.device().registered_host_bytes() == 0);
   card.TakeAsked();
 
   // The first piece was given back, so this fits under the limit.
   Mirror small = ZeroMirror(dir, 260 * kMiB, 4 * kMiB);
   CHECK(small.Pin(card.device()).ok());
+  card.TakeAsked();
+}
+
+TEST_CASE("a system that does not let us page-lock is a pin limit, whichever of its words the driver has for it") {
+  Card& card = Card::Get();
+  const TempDir dir;
+  Mirror mirror = ZeroMirror(dir, 4 * kMiB, 4 * kMiB);
+  for (const CUresult word : {CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_OPERATING_SYSTEM, CUDA_ERROR_OUT_OF_MEMORY}) {
+    card.AnswerNext(word);
+    const absl::Status status = mirror.Pin(card.device());
+    CHECK(ReasonOf(status) == "PIN_LIMIT");
+    CHECK(std::string(status.message()).find("GPU") == std::string::npos);
+    CHECK(mirror.pinned_bytes() == 0);
+  }
+  CHECK(mirror.Pin(card.device()).ok());
   card.TakeAsked();
 }
 

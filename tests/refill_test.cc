@@ -13,10 +13,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -402,6 +404,28 @@ TEST_CASE("a file whose direct reads are refused is read through the page cache"
   CHECK(report->buffered_files == 1);
   CHECK(report->direct_files == 0);
   to.CheckAll();
+}
+
+TEST_CASE("a file system that can neither read directly nor be mapped is read all the same, by either engine") {
+  // The kernel's own file systems are of that kind, and every machine has one.
+  const std::string path = "/sys/kernel/notes";
+  const int open_file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);  // keeps the inode, and its times, as they are
+  REQUIRE(open_file >= 0);
+  REQUIRE(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT) == -1);
+  std::ifstream file(path, std::ios::binary);
+  std::string expected{std::istreambuf_iterator<char>(file), {}};
+  REQUIRE(expected.size() > 16);
+  const std::vector<SourceFile> files{Describe(path)};
+  for (const ReadEngine engine : {ReadEngine::kAuto, ReadEngine::kThreads}) {
+    std::string content(expected.size() - 5, '?');
+    const ReadPiece piece{0, 5, content.size(), reinterpret_cast<std::byte*>(content.data())};
+    const auto report = Refill(files, std::span(&piece, 1), {.engine = engine}, {});
+    INFO(report.status());
+    REQUIRE(report.ok());
+    CHECK(report->buffered_files == 1);
+    CHECK(content == expected.substr(5));
+  }
+  ::close(open_file);
 }
 
 TEST_CASE("a read that is refused through the page cache too is an error") {
