@@ -2,7 +2,6 @@
 #include "daemon/arbiter.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -25,6 +24,13 @@ absl::Status CheckLease(const Records& records, SessionId session, LeaseId lease
 }
 
 }  // namespace
+
+absl::Status NameTaken(std::string_view name) {
+  return Refuse(
+      absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
+      absl::StrCat("the name '", std::string(name),
+                   "' belongs to another checkpoint, or to these files before they changed; unload it first"));
+}
 
 Arbiter::Arbiter(const ArbiterOptions& options) : options_(options) {
   for (const DeviceRecord& device : options.devices) {
@@ -78,43 +84,28 @@ ModelRecord* Arbiter::ModelFor(RequestId request, std::string_view name) {
 
 void Arbiter::On(const RegisterRequested& event) {
   if (ModelRecord* model = records_.FindModel(event.name)) {
-    if (model->identity != event.identity || model->mode != event.mode) {
-      const std::string other = model->identity != event.identity
-                                    ? "belongs to another checkpoint"
-                                    : absl::StrCat("is registered as ", std::string(ModelModeName(model->mode)),
-                                                   ", not as ", std::string(ModelModeName(event.mode)));
-      context_.effects.push_back(Reply{event.request,
-                                       Refuse(absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
-                                              absl::StrCat("the name '", event.name, "' ", other, "; unload it first")),
-                                       {}});
+    if (model->identity != event.identity) {
+      context_.effects.push_back(Reply{event.request, NameTaken(event.name), {}});
+    } else if (model->mode != event.mode) {
+      context_.effects.push_back(Reply{
+          event.request,
+          Refuse(absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
+                 absl::StrCat("the name '", event.name, "' is registered as ", std::string(ModelModeName(model->mode)),
+                              ", not as ", std::string(ModelModeName(event.mode)), "; unload it first")),
+          {}});
     } else if (model->state == ModelState::kRegistering) {
       model->registrations.push_back(event.request);
       context_.effects.push_back(JoinMirrors{model->id, event.request});
     } else {
       context_.effects.push_back(
-          Reply{event.request, absl::OkStatus(), RegisterOutcome{model->id, model->pinned_bytes}});
+          Reply{event.request, absl::OkStatus(), RegisterOutcome{model->id, model->pinned_bytes, model->pin}});
     }
     return;
   }
-  uint64_t claimed_host_bytes = 0;
-  for (const auto& [id, model] : records_.models) claimed_host_bytes += model.layout.span_bytes;
-  const uint64_t needed_bytes = event.layout.span_bytes;
-  const uint64_t no_limit = std::numeric_limits<uint64_t>::max();
-  const uint64_t budget_bytes = options_.host_budget_bytes.value_or(no_limit);
-  const uint64_t own_bytes = event.budget.host_bytes.value_or(no_limit);
-  if (budget_bytes != no_limit || own_bytes != no_limit) {
-    const uint64_t left_bytes = budget_bytes > claimed_host_bytes ? budget_bytes - claimed_host_bytes : 0;
-    const uint64_t available_bytes = std::min(left_bytes, own_bytes);
-    if (needed_bytes > available_bytes) {
-      context_.effects.push_back(Reply{
-          event.request,
-          Refuse(absl::StatusCode::kResourceExhausted,
-                 Refusal{.reason = "HOST_BUDGET", .needed_bytes = needed_bytes, .available_bytes = available_bytes},
-                 absl::StrCat(event.name, " needs ", needed_bytes, " bytes of page-locked host memory; ",
-                              available_bytes, " available within the budget")),
-          {}});
-      return;
-    }
+  HostPlan plan = PlanHost(event);
+  if (!plan.room.ok()) {
+    context_.effects.push_back(Reply{event.request, plan.room, {}});
+    return;
   }
   const ModelId id{next_model_++};
   ModelRecord& model = records_.models[id];
@@ -127,7 +118,29 @@ void Arbiter::On(const RegisterRequested& event) {
   model.mode = event.mode;
   model.last_used = context_.now;
   model.registrations = {event.request};
-  context_.effects.push_back(BuildMirrors{id, event.request});
+  model.host_copy = plan.copy ? plan.copy : HostCopyId{next_host_copy_++};
+  model.pin_wish = plan.wish;
+  model.pin = std::move(plan.pin);
+  context_.effects.push_back(BuildMirrors{id, event.request, model.host_copy, model.pin_wish});
+}
+
+HostPlan Arbiter::PlanHost(const RegisterRequested& event) const {
+  return residency::PlanHost(event, records_, options_.host_budget_bytes);
+}
+
+void Arbiter::NotePinning(const MirrorsBuilt& event, ModelRecord& model) {
+  model.pinned_bytes = event.pinned_bytes;
+  model.pin.pinned = event.pinned_bytes > 0;
+  if (model.pin.reason == PinReason::kShared) {
+    absl::StrAppend(&model.pin.message, model.pin.pinned ? ", which is page-locked" : ", which is pageable");
+  } else if (!event.pin_refusal.ok()) {
+    model.pin.reason = PinReason::kRefused;
+    model.pin.message = absl::StrCat("pageable: ", std::string(event.pin_refusal.message()));
+  }
+  if (event.pin_limit_bytes.has_value()) records_.pin_limit_bytes = event.pin_limit_bytes;
+  if (records_.pin_limit_bytes.has_value() && records_.pinned_bytes() > *records_.pin_limit_bytes) {
+    records_.pin_limit_bytes.reset();
+  }
 }
 
 void Arbiter::On(const MirrorsBuilt& event) {
@@ -139,14 +152,14 @@ void Arbiter::On(const MirrorsBuilt& event) {
   }
   // The reading was given up, and then somebody wanted it after all.
   if (event.status.code() == absl::StatusCode::kCancelled && !model.registrations.empty() && !model.unload) {
-    context_.effects.push_back(BuildMirrors{model.id, model.registrations.front()});
+    context_.effects.push_back(BuildMirrors{model.id, model.registrations.front(), model.host_copy, model.pin_wish});
     return;
   }
   const bool wanted = !model.registrations.empty() || model.unload;
-  model.pinned_bytes = event.pinned_bytes;
+  NotePinning(event, model);
   for (RequestId request : std::exchange(model.registrations, {})) {
     Reply reply{request, status, {}};
-    if (status.ok()) reply.outcome = RegisterOutcome{model.id, model.pinned_bytes};
+    if (status.ok()) reply.outcome = RegisterOutcome{model.id, model.pinned_bytes, model.pin};
     context_.effects.push_back(std::move(reply));
   }
   if (event.status.ok()) {

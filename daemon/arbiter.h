@@ -21,9 +21,12 @@ namespace residency {
 
 struct ArbiterOptions {
   std::vector<DeviceRecord> devices;
-  std::optional<uint64_t> host_budget_bytes;     // most page-locked bytes
+  std::optional<uint64_t> host_budget_bytes;     // most bytes of host copies, page-locked or not
   absl::Duration pool_idle = absl::Seconds(10);  // how long idle cells are kept
 };
+
+// ALREADY_EXISTS/NAME_TAKEN: `name` is registered, and not for the same files in the same state.
+absl::Status NameTaken(std::string_view name);
 
 class Arbiter {
  public:
@@ -34,6 +37,8 @@ class Arbiter {
 
   // For status: what was promised and decided, nothing measured.
   const Records& records() const { return records_; }
+  // What registering would take of the host, if it were asked for now.
+  HostPlan PlanHost(const RegisterRequested& event) const;
   // When the transition that is under way for longest began; nothing where none is.
   std::optional<absl::Time> oldest_transition() const;
 
@@ -70,6 +75,7 @@ class Arbiter {
   void Release(LeaseRecord& lease);
   void SetDeadline(RequestId request, absl::Time deadline);
   void GiveUp(RequestId request, const absl::Status& status);
+  void NotePinning(const MirrorsBuilt& event, ModelRecord& model);
 
   const ArbiterOptions options_;
   Records records_;
@@ -77,6 +83,7 @@ class Arbiter {
   std::map<DeviceId, DeviceQueue> queues_;
   std::map<TimerId, RequestId> deadlines_;
   uint64_t next_model_ = 1;
+  uint64_t next_host_copy_ = 1;
 };
 
 }  // namespace residency

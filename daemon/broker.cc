@@ -26,13 +26,6 @@ ArbiterOptions ArbiterOptionsOf(const BrokerOptions& options, const std::vector<
   return arbiter;
 }
 
-// What a decision needs of a layout; a model can have a million tensors.
-Layout WithoutTensors(const Layout& layout) {
-  Layout bare = layout;
-  for (LayoutComponent& component : bare.components) component.tensors.clear();
-  return bare;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Broker>> Broker::Start(Loop& loop, const Driver& driver, BrokerOptions options) {
@@ -64,11 +57,12 @@ Broker::Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gp
       loader_(std::move(loader)) {}
 
 Broker::~Broker() {
-  for (auto& [id, model] : models_) model->cancelled = true;
+  for (auto& [id, copy] : copies_) copy->cancelled = true;
   loader_.reset();
   // Arenas first, since they copy from mirrors; devices last, since mirrors are page-locked for them.
   for (auto& gpu : gpus_) gpu->Stop();
   models_.clear();
+  copies_.clear();
 }
 
 // ---- Requests. ----
@@ -108,34 +102,21 @@ void Broker::NoteLoss(const absl::Status& status) {
 RequestId Broker::Register(RegisterOptions options, Progress progress, Done done) {
   const RequestId request = Expect(std::move(done));
   progress_.emplace(request, std::move(progress));
-  const Gpu* gpu = gpus_.front().get();
-  if (!options.device_uuid.empty()) {
-    const auto found = std::find_if(gpus_.begin(), gpus_.end(), [&](const auto& candidate) {
-      return candidate->device().info().uuid == options.device_uuid;
-    });
-    if (found == gpus_.end()) {
-      const std::string known = absl::StrJoin(
-          gpus_, ", ", [](std::string* out, const auto& candidate) { out->append(candidate->device().info().uuid); });
-      Answer({request,
-              Refuse(absl::StatusCode::kNotFound, "NO_SUCH_DEVICE",
-                     absl::StrCat("no device ", options.device_uuid, "; there are: ", known)),
-              {}});
-      return request;
-    }
-    gpu = found->get();
+  const auto gpu = FindGpu(options.device_uuid);
+  if (!gpu.ok()) {
+    Answer({request, gpu.status(), {}});
+    return request;
   }
-  const uint64_t granule_bytes = gpu->device().info().granule_bytes;
+  const uint64_t granule_bytes = (*gpu)->device().info().granule_bytes;
   loader_->ReadHeaders(options.source, options.components, granule_bytes,
-                       [this, request, options, device = gpu->id()](absl::StatusOr<Checkpoint> checkpoint) {
+                       [this, request, options, device = (*gpu)->id()](absl::StatusOr<Checkpoint> checkpoint) {
                          // The caller may have gone away while the headers were read.
                          if (!done_.contains(request)) return;
                          if (!checkpoint.ok()) return Answer({request, checkpoint.status(), {}});
                          auto model = std::make_unique<LoadedModel>();
                          model->checkpoint = *std::move(checkpoint);
                          model->device = device;
-                         RegisterRequested event{request,     options.name,   model->checkpoint.identity,
-                                                 device,      options.budget, WithoutTensors(model->checkpoint.layout),
-                                                 options.mode};
+                         const RegisterRequested event = RegisterEvent(request, options, model->checkpoint, device);
                          loading_.emplace(request, std::move(model));
                          Ask(request, event);
                        });
@@ -209,62 +190,6 @@ void Broker::Feed(const Event& event) {
   }
   feeding_ = false;
   Changed();
-}
-
-void Broker::Do(const BuildMirrors& effect) {
-  auto node = loading_.extract(effect.request);
-  LoadedModel* model = models_.emplace(effect.model, std::move(node.mapped())).first->second.get();
-  model->watching_progress = {effect.request};
-  loader_->BuildMirrors(
-      model->checkpoint, GpuOf(model->device).device(), model->cancelled,
-      [this, id = effect.model](uint64_t bytes) {
-        const auto found = models_.find(id);
-        if (found == models_.end()) return;
-        found->second->loaded_bytes = bytes;
-        for (RequestId request : found->second->watching_progress) {
-          const auto progress = progress_.find(request);
-          if (progress != progress_.end()) progress->second(bytes, found->second->checkpoint.layout.payload_bytes);
-        }
-        Changed();
-      },
-      [this, id = effect.model](absl::StatusOr<std::vector<Mirror>> mirrors) { OnMirrors(id, std::move(mirrors)); });
-}
-
-void Broker::OnMirrors(ModelId id, absl::StatusOr<std::vector<Mirror>> mirrors) {
-  LoadedModel& model = *models_.at(id);
-  if (!mirrors.ok()) {
-    models_.erase(id);
-    return Feed(MirrorsBuilt{id, mirrors.status(), 0});
-  }
-  model.mirrors = *std::move(mirrors);
-  model.loaded_bytes = model.checkpoint.layout.payload_bytes;
-  uint64_t pinned_bytes = 0;
-  for (const Mirror& mirror : model.mirrors) pinned_bytes += mirror.pinned_bytes();
-  Gpu& gpu = GpuOf(model.device);
-  // A model may be registered for a GPU that cannot map memory; only its activation is refused.
-  if (!gpu.usable().ok()) return Feed(MirrorsBuilt{id, absl::OkStatus(), pinned_bytes});
-  gpu.AddModel(id, model.checkpoint.layout, [this, id, pinned_bytes](absl::Status status) {
-    if (!status.ok()) models_.erase(id);
-    Feed(MirrorsBuilt{id, status, pinned_bytes});
-  });
-}
-
-void Broker::Do(const CancelMirrors& effect) {
-  if (const auto model = models_.find(effect.model); model != models_.end()) model->second->cancelled = true;
-}
-
-void Broker::Do(const JoinMirrors& effect) { models_.at(effect.model)->watching_progress.push_back(effect.request); }
-
-void Broker::Do(const DropModel& effect) {
-  GpuOf(models_.at(effect.model)->device).RemoveModel(effect.model, [this, id = effect.model](uint64_t device_bytes) {
-    auto node = models_.extract(id);
-    uint64_t host_bytes = 0;
-    for (const Mirror& mirror : node.mapped()->mirrors) host_bytes += mirror.bytes();
-    // Giving page-locked memory back takes long for a large model.
-    loader_->Discard(std::move(node.mapped()), [this, id, host_bytes, device_bytes] {
-      Feed(ModelDropped{id, host_bytes, device_bytes});
-    });
-  });
 }
 
 void Broker::Do(const MeasureDevice& effect) {
@@ -377,7 +302,7 @@ void Broker::Do(const SetTimer& effect) {
 
 std::vector<const Source*> Broker::SourcesOf(ModelId model) const {
   std::vector<const Source*> sources;
-  for (const Mirror& mirror : models_.at(model)->mirrors) sources.push_back(&mirror);
+  for (const Mirror& mirror : copies_.at(models_.at(model)->copy)->built.mirrors) sources.push_back(&mirror);
   return sources;
 }
 

@@ -32,7 +32,8 @@ struct BrokerOptions {
   uint64_t cell_bytes = kDefaultCellBytes;
   std::optional<uint64_t> device_budget_bytes;  // of each device; unset: all of it
   uint64_t device_reserve_bytes = 0;            // of each device
-  std::optional<uint64_t> host_budget_bytes;
+  std::optional<uint64_t> host_budget_bytes;    // of all host copies
+  PinPolicy pin = PinPolicy::kAuto;             // of registrations that do not say
   absl::Duration pool_idle = absl::Seconds(10);
 };
 
@@ -43,6 +44,7 @@ struct RegisterOptions {
   std::string device_uuid;  // empty: the first
   Budget budget;
   ModelMode mode = ModelMode::kHeld;
+  std::optional<PinPolicy> pin;  // unset: the daemon's
 };
 
 class Broker {
@@ -57,6 +59,8 @@ class Broker {
 
   // Each answers `done` exactly once. The id is for Cancel.
   RequestId Register(RegisterOptions options, Progress progress, Done done);
+  // What Register would do, and what would fit; nothing is kept, no weight is read.
+  void DryRun(RegisterOptions options, std::function<void(absl::StatusOr<v1::DryRun>)> done);
   RequestId Unload(const std::string& name, Done done);
   RequestId Activate(ActivateRequested request, Done done);
   RequestId Deactivate(const std::string& name, absl::Duration drain, Done done);
@@ -94,10 +98,19 @@ class Broker {
   struct LoadedModel {
     Checkpoint checkpoint;
     DeviceId device;
-    std::vector<Mirror> mirrors;
-    std::atomic<bool> cancelled{false};
+    HostCopyId copy;
     std::vector<RequestId> watching_progress;
     uint64_t loaded_bytes = 0;
+  };
+
+  // The mirrors that one model has, or several of the same files. It goes with the last of them.
+  struct HostCopy {
+    BuiltMirrors built;
+    bool complete = false;
+    uint64_t pinned_bytes = 0;
+    std::atomic<bool> cancelled{false};
+    ModelId reader;                     // until it is complete, the loader reads by this model's checkpoint,
+    std::unique_ptr<LoadedModel> kept;  // which is kept here where that model was given up meanwhile
   };
 
   Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus, std::unique_ptr<Loader> loader);
@@ -127,7 +140,19 @@ class Broker {
   void Do(const EndLease& effect);
   void Do(const SetTimer& effect);
 
-  void OnMirrors(ModelId id, absl::StatusOr<std::vector<Mirror>> mirrors);
+  void ReadCopy(HostCopyId id, PinWish pin);
+  void OnProgress(HostCopyId id, uint64_t bytes);
+  void OnMirrors(HostCopyId id, BuiltMirrors built);
+  void OnCopyComplete(ModelId id);
+  std::vector<ModelId> ModelsOf(HostCopyId copy) const;
+  std::unique_ptr<HostCopy> TakeUnused(HostCopyId copy);
+  HostRoom MeasureHost() const;
+  // The GPU that a registration names; NOT_FOUND/NO_SUCH_DEVICE.
+  absl::StatusOr<Gpu*> FindGpu(const std::string& uuid) const;
+  RegisterRequested RegisterEvent(RequestId request, const RegisterOptions& options, const Checkpoint& checkpoint,
+                                  DeviceId device) const;
+  v1::DryRun BuildDryRun(const RegisterRequested& event, const GpuMeasurement& measured);
+  void SetHostStatus(v1::HostStatus& host) const;
   Gpu& GpuOf(DeviceId device) { return *gpus_[device.value - 1]; }
   std::vector<const Source*> SourcesOf(ModelId model) const;
   bool IsInUse(LeaseId lease);
@@ -140,6 +165,7 @@ class Broker {
   Arbiter arbiter_;
   Sessions sessions_;
   std::map<ModelId, std::unique_ptr<LoadedModel>> models_;
+  std::map<HostCopyId, std::unique_ptr<HostCopy>> copies_;
   std::map<RequestId, Done> done_;
   std::map<RequestId, Progress> progress_;
   std::map<RequestId, std::unique_ptr<LoadedModel>> loading_;  // headers read, the core not yet asked or not agreed

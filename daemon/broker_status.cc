@@ -63,10 +63,7 @@ v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMe
   const auto oldest = arbiter_.oldest_transition();
   daemon.set_oldest_transition_seconds(oldest.has_value() ? absl::ToDoubleSeconds(now - *oldest) : 0);
   const Records& records = arbiter_.records();
-  if (options_.host_budget_bytes.has_value()) status.mutable_host()->set_budget_bytes(*options_.host_budget_bytes);
-  uint64_t pinned_bytes = 0;
-  for (const auto& [id, record] : records.models) pinned_bytes += record.pinned_bytes;
-  status.mutable_host()->set_pinned_bytes(pinned_bytes);
+  SetHostStatus(*status.mutable_host());
   for (const auto& gpu : gpus_) {
     *status.add_devices() =
         DeviceStatusOf(gpu->device().info(), records.devices.at(gpu->id()), measured[gpu->id().value - 1], records);

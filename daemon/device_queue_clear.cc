@@ -207,6 +207,7 @@ void DeviceQueue::DropModelNow() {
     if (lease->release) Emit(Reply{lease->release, absl::OkStatus(), {}});
   }
   std::erase_if(records_.leases, [this](const auto& entry) { return entry.second.model == job_->model; });
+  Model(job_->model).dropping = true;
   Emit(DropModel{job_->model});
 }
 

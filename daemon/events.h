@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "daemon/host_room.h"
 #include "daemon/ids.h"
 #include "daemon/residency.h"
 #include "mechanisms/layout.h"
@@ -32,6 +33,8 @@ struct RegisterRequested {
   Budget budget;
   Layout layout;
   ModelMode mode = ModelMode::kHeld;
+  PinPolicy pin = PinPolicy::kAuto;
+  HostRoom host;
 };
 
 struct UnloadRequested {
@@ -88,11 +91,14 @@ struct RequestCancelled {
 
 // ---- Events: answers to effects. ----
 
-// BuildMirrors is done. On failure nothing is left of them.
+// BuildMirrors is done. On failure nothing is left of them. `pinned_bytes` is all of them or nothing.
 struct MirrorsBuilt {
   ModelId model;
   absl::Status status;
   uint64_t pinned_bytes = 0;
+  // Where the driver refused to page-lock: how, and what it had locked of mirrors by then, for all models together.
+  absl::Status pin_refusal;
+  std::optional<uint64_t> pin_limit_bytes;
 };
 
 // MeasureDevice is done.
@@ -206,6 +212,7 @@ using Event =
 struct RegisterOutcome {
   ModelId model;
   uint64_t pinned_bytes = 0;
+  PinOutcome pin;
 };
 
 struct UnloadOutcome {
@@ -257,10 +264,13 @@ struct Reply {
       outcome;  // monostate where `status` is not OK, or there is nothing to say
 };
 
-// Read, page-lock and digest the model whose RegisterRequested was `request`; -> MirrorsBuilt.
+// Read, page-lock and digest the model whose RegisterRequested was `request`, unless another model has that copy
+// already, or is just having it read; -> MirrorsBuilt.
 struct BuildMirrors {
   ModelId model;
   RequestId request;
+  HostCopyId copy;
+  PinWish pin = PinWish::kTry;
 };
 struct CancelMirrors {
   ModelId model;
@@ -270,7 +280,7 @@ struct JoinMirrors {
   ModelId model;
   RequestId request;
 };
-// -> ModelDropped
+// Its host copy goes with it where no other model has it; -> ModelDropped
 struct DropModel {
   ModelId model;
 };

@@ -20,7 +20,8 @@ using ModelId = Id<struct ModelTag>;
 using LeaseId = Id<struct LeaseTag>;
 using SessionId = Id<struct SessionTag>;  // the wire's 128 random bits name the same session
 using RequestId = Id<struct RequestTag>;
-using DeviceId = Id<struct DeviceTag>;  // 1 for the first device in the driver's order; its UUID is the key outside
+using DeviceId = Id<struct DeviceTag>;      // 1 for the first device in the driver's order; its UUID is the key outside
+using HostCopyId = Id<struct HostCopyTag>;  // the mirrors of one set of files, which several models may share
 using TimerId = Id<struct TimerTag>;
 using PhaseId = Id<struct PhaseTag>;  // one lease's stay in one component's phase; never used twice
 

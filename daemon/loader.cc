@@ -74,39 +74,67 @@ void Loader::ReadHeaders(std::string source, std::vector<ComponentSource> compon
   });
 }
 
-void Loader::BuildMirrors(const Checkpoint& checkpoint, const Device& device, const std::atomic<bool>& cancelled,
-                          std::function<void(uint64_t)> progress,
-                          std::function<void(absl::StatusOr<std::vector<Mirror>>)> done) {
-  NextWorker().Post(
-      [this, &checkpoint, &device, &cancelled, progress = std::move(progress), done = std::move(done)]() mutable {
-        absl::StatusOr<std::vector<Mirror>> mirrors = std::vector<Mirror>();
-        uint64_t before_bytes = 0;
-        uint64_t reported_bytes = 0;
-        for (uint32_t component = 0; component < checkpoint.layout.components.size() && mirrors.ok(); ++component) {
-          MirrorOptions options;
-          options.progress = [&](uint64_t done_bytes) {
-            const uint64_t bytes = before_bytes + done_bytes;
-            if (bytes >= reported_bytes + kProgressStepBytes) {
-              reported_bytes = bytes;
-              decision_.Post([progress, bytes] { progress(bytes); });
-            }
-            return !cancelled && !stopping_;
-          };
-          auto mirror = Mirror::Build(checkpoint.layout, component, checkpoint.manifest, options);
-          absl::Status status = mirror.status();
-          if (status.ok()) status = mirror->Pin(device);
-          if (!status.ok()) {
-            mirrors = status;
-            break;
-          }
-          mirrors->push_back(*std::move(mirror));
-          before_bytes += checkpoint.layout.components[component].payload_bytes;
+namespace {
+
+// Page-locks the mirror that was built last; takes the lock off all of them where that is refused.
+absl::Status PinLast(BuiltMirrors& built, uint64_t set_bytes, const Device& device, PinWish pin,
+                     const std::function<uint64_t()>& pinned_bytes) {
+  const absl::Status refused = built.mirrors.back().Pin(device);
+  // A lost device is no limit of the host's.
+  if (refused.ok() || ReasonOf(refused) == "DEVICE_LOST") return refused;
+  const uint64_t had_bytes = GetRefusal(refused).value_or(Refusal{}).available_bytes.value_or(0);
+  uint64_t own_bytes = had_bytes;
+  for (const Mirror& mirror : built.mirrors) own_bytes += mirror.pinned_bytes();
+  const uint64_t limit_bytes = pinned_bytes() + had_bytes;
+  for (Mirror& mirror : built.mirrors) mirror.Unpin();
+  built.pin_refusal = refused;
+  if (absl::IsResourceExhausted(refused)) {
+    built.pin_limit_bytes = limit_bytes;
+    built.pin_refusal =
+        Refuse(absl::StatusCode::kResourceExhausted,
+               {.reason = "PIN_LIMIT", .needed_bytes = set_bytes, .available_bytes = own_bytes},
+               absl::StrCat("page-locking a set of ", set_bytes, " bytes of host memory was refused after ", own_bytes,
+                            " bytes; the limit met is ", limit_bytes, " bytes, of which others have ",
+                            limit_bytes - own_bytes));
+  }
+  return pin == PinWish::kMust ? built.pin_refusal : absl::OkStatus();
+}
+
+}  // namespace
+
+void Loader::BuildMirrors(const Checkpoint& checkpoint, const Device& device, PinWish pin,
+                          std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
+                          std::function<void(uint64_t)> progress, std::function<void(BuiltMirrors)> done) {
+  NextWorker().Post([this, &checkpoint, &device, pin, pinned_bytes = std::move(pinned_bytes), &cancelled,
+                     progress = std::move(progress), done = std::move(done)]() mutable {
+    BuiltMirrors built;
+    uint64_t before_bytes = 0;
+    uint64_t reported_bytes = 0;
+    for (uint32_t component = 0; component < checkpoint.layout.components.size() && built.status.ok(); ++component) {
+      MirrorOptions options;
+      options.progress = [&](uint64_t done_bytes) {
+        const uint64_t bytes = before_bytes + done_bytes;
+        if (bytes >= reported_bytes + kProgressStepBytes) {
+          reported_bytes = bytes;
+          decision_.Post([progress, bytes] { progress(bytes); });
         }
-        if (mirrors.ok() && cancelled) {
-          mirrors = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the registration was given up");
-        }
-        decision_.Post([mirrors = std::move(mirrors), done = std::move(done)]() mutable { done(std::move(mirrors)); });
-      });
+        return !cancelled && !stopping_;
+      };
+      auto mirror = Mirror::Build(checkpoint.layout, component, checkpoint.manifest, options);
+      built.status = mirror.status();
+      if (!built.status.ok()) break;
+      built.mirrors.push_back(*std::move(mirror));
+      before_bytes += checkpoint.layout.components[component].payload_bytes;
+      // Once refused, the rest is not tried: a set is locked as a whole.
+      if (pin == PinWish::kNo || !built.pin_refusal.ok()) continue;
+      built.status = PinLast(built, checkpoint.layout.span_bytes, device, pin, pinned_bytes);
+    }
+    if (built.status.ok() && cancelled) {
+      built.status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the registration was given up");
+    }
+    if (!built.status.ok()) built.mirrors.clear();
+    decision_.Post([built = std::move(built), done = std::move(done)]() mutable { done(std::move(built)); });
+  });
 }
 
 }  // namespace residency

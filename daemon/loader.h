@@ -8,11 +8,13 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "daemon/host_room.h"
 #include "daemon/loop.h"
 #include "mechanisms/device.h"
 #include "mechanisms/layout.h"
@@ -20,6 +22,15 @@
 #include "mechanisms/mirror.h"
 
 namespace residency {
+
+// What became of the mirrors of a model's components.
+struct BuiltMirrors {
+  absl::Status status;
+  std::vector<Mirror> mirrors;  // of every component, page-locked all or none; empty where `status` is not OK
+  // Where the driver refused to page-lock them: how, and what it had locked of mirrors by then, for all models.
+  absl::Status pin_refusal;
+  std::optional<uint64_t> pin_limit_bytes;
+};
 
 // A checkpoint whose headers were read.
 struct Checkpoint {
@@ -39,12 +50,14 @@ class Loader {
   void ReadHeaders(std::string source, std::vector<ComponentSource> components, uint64_t granule_bytes,
                    std::function<void(absl::StatusOr<Checkpoint>)> done);
 
-  // Builds the mirrors of all components and page-locks them for `device`. `checkpoint` and `cancelled` (set it to
-  // stop: CANCELLED) must live until `done`. `progress` gets the payload bytes that are in memory. On failure nothing
-  // is left. Errors as Mirror::Build and Mirror::Pin.
-  void BuildMirrors(const Checkpoint& checkpoint, const Device& device, const std::atomic<bool>& cancelled,
-                    std::function<void(uint64_t bytes_done)> progress,
-                    std::function<void(absl::StatusOr<std::vector<Mirror>>)> done);
+  // Builds the mirrors of all components and page-locks them for `device` as `pin` says. `checkpoint` and `cancelled`
+  // (set it to stop: CANCELLED) must live until `done`. `pinned_bytes` says, on any thread, what is page-locked of all
+  // mirrors. `progress` gets the payload bytes that are in memory. On failure nothing is left.
+  // Errors as Mirror::Build; with kMust also RESOURCE_EXHAUSTED/PIN_LIMIT with the bytes of all components and those
+  // that could be had, or what else Device::RegisterHost answers.
+  void BuildMirrors(const Checkpoint& checkpoint, const Device& device, PinWish pin,
+                    std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
+                    std::function<void(uint64_t bytes_done)> progress, std::function<void(BuiltMirrors)> done);
 
   // Destroys `what` on a worker, then calls `done`.
   template <typename T>

@@ -34,6 +34,13 @@ absl::StatusOr<uint64_t> ParseCellBytes(const std::string& text) {
   return bytes;
 }
 
+absl::StatusOr<PinPolicy> ParsePinPolicy(const std::string& text) {
+  if (text == "auto") return PinPolicy::kAuto;
+  if (text == "yes") return PinPolicy::kYes;
+  if (text == "no") return PinPolicy::kNo;
+  return absl::InvalidArgumentError(absl::StrCat("'", text, "': auto, yes or no"));
+}
+
 }  // namespace
 
 ParsedOptions ParseOptions(int argc, char** argv) {
@@ -73,9 +80,12 @@ ParsedOptions ParseOptions(int argc, char** argv) {
   app.add_option("--device_reserve", text, "Bytes left free for others on each GPU (default 512MiB)")
       ->type_name("SIZE")
       ->check(Into(options.broker.device_reserve_bytes, bytes));
-  app.add_option("--host_budget", text, "Most page-locked host bytes (default: no limit)")
+  app.add_option("--host_budget", text, "Most host bytes of registered models (default: what host and cgroup leave)")
       ->type_name("SIZE")
       ->check(Into(options.broker.host_budget_bytes, bytes));
+  app.add_option("--pin", text, "Page-lock models' host copies: auto where there is twice the room (default), yes, no")
+      ->type_name("auto|yes|no")
+      ->check(Into(options.broker.pin, ParsePinPolicy));
   app.add_option("--pool_idle", text, "After which idle cells go back to the driver (default 10s)")
       ->type_name("DURATION")
       ->check(Into(options.broker.pool_idle, duration));

@@ -12,6 +12,35 @@ void ModelRecord::Apply(ModelChange change) {
   state = *next;
 }
 
+namespace {
+
+// Adds up `bytes` of one model of each host copy.
+template <typename Bytes>
+uint64_t SumOfCopies(const std::map<ModelId, ModelRecord>& models, Bytes bytes) {
+  std::set<HostCopyId> counted;
+  uint64_t sum = 0;
+  for (const auto& [id, model] : models) {
+    if (const uint64_t own = bytes(model); own > 0 && counted.insert(model.host_copy).second) sum += own;
+  }
+  return sum;
+}
+
+}  // namespace
+
+uint64_t Records::host_bytes() const {
+  return SumOfCopies(models, [](const ModelRecord& model) { return model.layout.span_bytes; });
+}
+
+uint64_t Records::pinned_bytes() const {
+  return SumOfCopies(models, [](const ModelRecord& model) { return model.pinned_bytes; });
+}
+
+uint64_t Records::pageable_bytes() const {
+  return SumOfCopies(models, [](const ModelRecord& model) {
+    return model.state == ModelState::kRegistering || model.pin.pinned ? 0 : model.layout.span_bytes;
+  });
+}
+
 ModelRecord* Records::FindModel(std::string_view name) {
   for (auto& [id, model] : models) {
     if (model.name == name) return &model;

@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "daemon/host_room.h"
 #include "daemon/ids.h"
 #include "daemon/residency.h"
 #include "mechanisms/layout.h"
@@ -73,7 +74,11 @@ struct ModelRecord {
   uint64_t claimed_device_bytes = 0;         // promised; what is there is measured elsewhere
   uint64_t device_bytes = 0;                 // as measured after the last transition
   std::optional<uint32_t> component_on_gpu;  // of a phased model
-  uint64_t pinned_bytes = 0;
+  HostCopyId host_copy;
+  PinWish pin_wish = PinWish::kTry;  // for its host copy
+  PinOutcome pin;                    // of its host copy, once that is built
+  uint64_t pinned_bytes = 0;         // of its host copy, which other models may count too
+  bool dropping = false;             // DropModel is under way
   absl::Time last_used;
   std::optional<ActivationRecord> last_activation;
   absl::Status last_error;
@@ -97,6 +102,13 @@ struct Records {
   std::map<LeaseId, LeaseRecord> leases;
   std::map<SessionId, SessionRecord> sessions;
   std::map<DeviceId, DeviceRecord> devices;
+  // What the driver had page-locked when it last refused more; nothing where it has not, or has locked more since.
+  std::optional<uint64_t> pin_limit_bytes;
+
+  // Of all host copies, each counted once: promised, page-locked, and complete without being page-locked.
+  uint64_t host_bytes() const;
+  uint64_t pinned_bytes() const;
+  uint64_t pageable_bytes() const;
 
   ModelRecord* FindModel(std::string_view name);
   // As FindModel; NOT_FOUND/NO_SUCH_MODEL.

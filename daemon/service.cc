@@ -8,6 +8,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/calls.h"
+#include "daemon/status.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -68,7 +69,40 @@ absl::StatusOr<RegisterOptions> RegisterOptionsOf(const v1::RegisterModelRequest
     if (auto status = CheckPath(component.path()); !status.ok()) return status;
     options.components.push_back({component.name(), component.path(), component.glob()});
   }
+  switch (request.pin()) {
+    case v1::PIN_POLICY_UNSPECIFIED:
+      break;
+    case v1::PIN_POLICY_AUTO:
+      options.pin = PinPolicy::kAuto;
+      break;
+    case v1::PIN_POLICY_YES:
+      options.pin = PinPolicy::kYes;
+      break;
+    case v1::PIN_POLICY_NO:
+      options.pin = PinPolicy::kNo;
+      break;
+    default:
+      return Refuse(absl::StatusCode::kInvalidArgument, "BAD_PIN",
+                    absl::StrCat("pin is ", static_cast<int>(request.pin()), ", which no policy has"));
+  }
   return options;
+}
+
+using RegisterCall = StreamCall<v1::RegisterModelResponse>;
+
+void StartDryRun(Broker& broker, RegisterCall& call, RegisterOptions options) {
+  // The call ends with its caller, the measurement does not.
+  const auto gone = std::make_shared<bool>(false);
+  call.OnGone([gone] { *gone = true; });
+  broker.DryRun(std::move(options), [&call, gone](absl::StatusOr<v1::DryRun> run) {
+    if (*gone) return;
+    if (!run.ok()) return call.End(run.status());
+    v1::RegisterModelResponse response;
+    response.set_done(true);
+    *response.mutable_dry_run() = *std::move(run);
+    call.Push(std::move(response));
+    call.End(absl::OkStatus());
+  });
 }
 
 }  // namespace
@@ -84,10 +118,10 @@ absl::StatusOr<SessionId> Service::FindSession(const grpc::CallbackServerContext
 
 grpc::ServerWriteReactor<v1::RegisterModelResponse>* Service::RegisterModel(grpc::CallbackServerContext* context,
                                                                             const v1::RegisterModelRequest* request) {
-  using Call = StreamCall<v1::RegisterModelResponse>;
-  return Call::Start(loop_, [this, request](Call& call) {
+  return RegisterCall::Start(loop_, [this, request](RegisterCall& call) {
     auto options = RegisterOptionsOf(*request);
     if (!options.ok()) return call.End(options.status());
+    if (request->dry_run()) return StartDryRun(broker_, call, *std::move(options));
     const absl::Time began = MonotonicNow();
     const RequestId id = broker_.Register(
         *std::move(options),
@@ -113,6 +147,7 @@ grpc::ServerWriteReactor<v1::RegisterModelResponse>* Service::RegisterModel(grpc
           response.set_payload_bytes(model.layout.payload_bytes);
           response.set_tax_bytes(model.layout.tax_bytes());
           response.set_pinned_bytes(outcome.pinned_bytes);
+          *response.mutable_pin() = PinProto(outcome.pin);
           response.set_seconds(absl::ToDoubleSeconds(MonotonicNow() - began));
           response.set_device_uuid(model.device_uuid);
           call.Push(std::move(response));

@@ -63,7 +63,43 @@ v1::LeaseStatus LeaseStatusOf(const LeaseRecord& lease, const Records& records, 
   return status;
 }
 
+v1::PinReason PinReasonProto(PinReason reason) {
+  switch (reason) {
+    case PinReason::kRequested:
+      return v1::PIN_REASON_REQUESTED;
+    case PinReason::kRoom:
+      return v1::PIN_REASON_ROOM;
+    case PinReason::kLittleRoom:
+      return v1::PIN_REASON_LITTLE_ROOM;
+    case PinReason::kRefused:
+      return v1::PIN_REASON_REFUSED;
+    case PinReason::kShared:
+      return v1::PIN_REASON_SHARED;
+  }
+  return v1::PIN_REASON_UNSPECIFIED;
+}
+
 }  // namespace
+
+v1::Pin PinProto(const PinOutcome& pin) {
+  v1::Pin proto;
+  proto.set_pinned(pin.pinned);
+  proto.set_reason(PinReasonProto(pin.reason));
+  proto.set_message(pin.message);
+  return proto;
+}
+
+void SetPinLimit(v1::HostStatus& host, std::optional<uint64_t> probed_bytes, std::optional<uint64_t> configured_bytes,
+                 std::optional<uint64_t> cgroup_bytes) {
+  const auto offer = [&host](std::optional<uint64_t> bytes, v1::PinLimitSource source) {
+    if (!bytes.has_value() || (host.has_pin_limit_bytes() && host.pin_limit_bytes() <= *bytes)) return;
+    host.set_pin_limit_bytes(*bytes);
+    host.set_pin_limit_source(source);
+  };
+  offer(probed_bytes, v1::PIN_LIMIT_SOURCE_PROBED);
+  offer(configured_bytes, v1::PIN_LIMIT_SOURCE_CONFIGURED);
+  offer(cgroup_bytes, v1::PIN_LIMIT_SOURCE_CGROUP);
+}
 
 v1::DeviceStatus DeviceStatusOf(const DeviceInfo& info, const DeviceRecord& record, const GpuMeasurement& measured,
                                 const Records& records) {
@@ -101,6 +137,7 @@ v1::ModelStatus ModelStatusOf(const ModelRecord& record, const Layout& layout, c
   status.set_payload_bytes(layout.payload_bytes);
   status.set_tax_bytes(layout.tax_bytes());
   status.set_pinned_bytes(record.pinned_bytes);
+  if (record.state != ModelState::kRegistering) *status.mutable_pin() = PinProto(record.pin);
   v1::Budget& budget = *status.mutable_budget();
   if (record.budget.device_bytes.has_value()) budget.set_device_bytes(*record.budget.device_bytes);
   if (record.budget.host_bytes.has_value()) budget.set_host_bytes(*record.budget.host_bytes);

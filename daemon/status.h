@@ -5,6 +5,7 @@
 #define RESIDENCY_DAEMON_STATUS_H_
 
 #include <functional>
+#include <optional>
 
 #include "absl/time/time.h"
 #include "daemon/gpu.h"
@@ -23,6 +24,12 @@ struct LeaseProbe {
 
 v1::DeviceStatus DeviceStatusOf(const DeviceInfo& info, const DeviceRecord& record, const GpuMeasurement& measured,
                                 const Records& records);
+
+v1::Pin PinProto(const PinOutcome& pin);
+// The least of the limits on page-locking that are known: what the driver had locked when it refused more, what was
+// configured, what a cgroup leaves.
+void SetPinLimit(v1::HostStatus& host, std::optional<uint64_t> probed_bytes, std::optional<uint64_t> configured_bytes,
+                 std::optional<uint64_t> cgroup_bytes);
 
 // `layout` has its tensors. Where the model is unknown to the measurement (not read yet, or no memory to
 // measure), nothing of it is on the GPU.

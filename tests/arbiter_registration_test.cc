@@ -3,6 +3,8 @@
 // The core on registrations: who gets a name, and what a reading that is given up leaves.
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <optional>
+#include <string>
 
 #include "mechanisms/refusal.h"
 #include "tests/arbiter_rig.h"
@@ -89,6 +91,179 @@ TEST_CASE("A model over the host budget is refused with both figures") {
   CHECK(refusal->reason == "HOST_BUDGET");
   CHECK(refusal->needed_bytes == kSize + 2 * kMiB);
   CHECK(refusal->available_bytes == kSize);
+}
+
+// A registration of the same files under any name, with what is measured and chosen.
+RegisterRequested Asked(uint64_t request, const std::string& name, PinPolicy pin = PinPolicy::kAuto, HostRoom host = {},
+                        const std::string& identity = "files") {
+  return {.request = RequestId{request},
+          .name = name,
+          .identity = identity,
+          .device = DeviceId{1},
+          .layout = ArbiterRig::LayoutOf(kSize),
+          .pin = pin,
+          .host = host};
+}
+
+TEST_CASE("Without a choice a set is page-locked where the host has at least twice as much, and the reply says why") {
+  struct Case {
+    PinPolicy policy;
+    std::optional<uint64_t> available_bytes;
+    PinWish wish;
+    PinReason reason;
+  };
+  const Case kCases[] = {
+      {PinPolicy::kAuto, 2 * kSize, PinWish::kTry, PinReason::kRoom},
+      {PinPolicy::kAuto, std::nullopt, PinWish::kTry, PinReason::kRoom},
+      {PinPolicy::kAuto, 2 * kSize - 1, PinWish::kNo, PinReason::kLittleRoom},
+      {PinPolicy::kAuto, kSize, PinWish::kNo, PinReason::kLittleRoom},
+      {PinPolicy::kYes, kSize, PinWish::kMust, PinReason::kRequested},
+      {PinPolicy::kNo, 100 * kSize, PinWish::kNo, PinReason::kRequested},
+  };
+  for (const Case& c : kCases) {
+    ArbiterRig rig(64 * kMiB);
+    rig.Feed(Asked(1, "a", c.policy, {.available_bytes = c.available_bytes}));
+    const BuildMirrors build = rig.Take<BuildMirrors>().at(0);
+    INFO("policy " << static_cast<int>(c.policy) << ", available " << c.available_bytes.value_or(0));
+    CHECK(build.pin == c.wish);
+    rig.Feed(MirrorsBuilt{build.model, absl::OkStatus(), c.wish == PinWish::kNo ? 0 : kSize});
+    const PinOutcome pin = std::get<RegisterOutcome>(rig.OnlyReply().outcome).pin;
+    CHECK(pin.reason == c.reason);
+    CHECK(pin.pinned == (c.wish != PinWish::kNo));
+    CHECK_FALSE(pin.message.empty());
+    CHECK(rig.arbiter().records().pageable_bytes() == (pin.pinned ? 0 : kSize));
+  }
+}
+
+TEST_CASE("A driver that refuses to page-lock leaves the model pageable, and its limit is kept until it is disproved") {
+  ArbiterRig rig(64 * kMiB);
+  rig.Feed(Asked(1, "a"));
+  const ModelId a = rig.Take<BuildMirrors>().at(0).model;
+  rig.Feed(MirrorsBuilt{a, absl::OkStatus(), 0, Refuse(absl::StatusCode::kResourceExhausted, "PIN_LIMIT", "no more"),
+                        kSize / 2});
+  const Reply reply = rig.OnlyReply();
+  CHECK(reply.status.ok());
+  const PinOutcome pin = std::get<RegisterOutcome>(reply.outcome).pin;
+  CHECK(pin.reason == PinReason::kRefused);
+  CHECK_FALSE(pin.pinned);
+  const Records& records = rig.arbiter().records();
+  CHECK(records.pin_limit_bytes == kSize / 2);
+  CHECK(records.pinned_bytes() == 0);
+  CHECK(records.pageable_bytes() == kSize);
+
+  // Asked for by force it fails, as the driver says; the next one shows that the limit has risen.
+  const absl::Status refused = Refuse(absl::StatusCode::kResourceExhausted, "PIN_LIMIT", "no more");
+  rig.Feed(Asked(2, "b", PinPolicy::kYes, {}, "others"));
+  rig.Feed(MirrorsBuilt{rig.Take<BuildMirrors>().at(0).model, refused, 0, refused, kSize / 4});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "PIN_LIMIT");
+  CHECK(records.pin_limit_bytes == kSize / 4);
+  rig.Feed(Asked(3, "c", PinPolicy::kYes, {}, "others"));
+  rig.Feed(MirrorsBuilt{rig.Take<BuildMirrors>().at(0).model, absl::OkStatus(), kSize});
+  CHECK(records.pin_limit_bytes == std::nullopt);
+}
+
+TEST_CASE("No registration exceeds what was configured, what a cgroup leaves, or what the host has") {
+  struct Case {
+    HostRoom host;
+    std::optional<uint64_t> configured_bytes;
+    std::optional<uint64_t> refused_with_bytes;  // nothing: it fits
+  };
+  const uint64_t held = kSize;  // by a model that is there
+  const Case kCases[] = {
+      {{.available_bytes = kSize}, std::nullopt, std::nullopt},
+      {{.available_bytes = kSize - 1}, std::nullopt, kSize - 1},
+      {{.available_bytes = kSize, .cgroup_limit_bytes = held + kSize}, held + kSize, std::nullopt},
+      {{.available_bytes = 9 * kSize, .cgroup_limit_bytes = held + kSize - 1}, std::nullopt, kSize - 1},
+      {{.available_bytes = 9 * kSize, .cgroup_limit_bytes = 0}, std::nullopt, 0},
+      {{.available_bytes = 9 * kSize, .cgroup_limit_bytes = 9 * kSize}, held + 5, 5},
+      {{}, std::nullopt, std::nullopt},
+  };
+  for (const Case& c : kCases) {
+    ArbiterOptions options;
+    options.devices = {{.id = DeviceId{1}, .uuid = "GPU-test", .budget_bytes = kSize}};
+    options.host_budget_bytes = c.configured_bytes;
+    Arbiter arbiter(options);
+    arbiter.Step(Asked(1, "there", PinPolicy::kAuto, {}, "others"), absl::UnixEpoch());
+    const auto effects = arbiter.Step(Asked(2, "a", PinPolicy::kNo, c.host), absl::UnixEpoch());
+    REQUIRE(effects.size() == 1);
+    INFO("configured " << c.configured_bytes.value_or(0) << ", cgroup " << c.host.cgroup_limit_bytes.value_or(0));
+    const auto* reply = std::get_if<Reply>(&effects[0]);
+    CHECK((reply != nullptr) == c.refused_with_bytes.has_value());
+    if (reply == nullptr) continue;
+    const auto refusal = GetRefusal(reply->status);
+    REQUIRE(refusal.has_value());
+    CHECK(refusal->reason == "HOST_BUDGET");
+    CHECK(refusal->needed_bytes == kSize);
+    CHECK(refusal->available_bytes == c.refused_with_bytes);
+    CHECK(arbiter.records().models.size() == 1);
+  }
+}
+
+TEST_CASE("Two names for the same files have one host copy, which counts once and as long as one of them is there") {
+  ArbiterRig rig(64 * kMiB);
+  // There is no room for a second copy.
+  rig.Feed(Asked(1, "a", PinPolicy::kAuto, {.available_bytes = 2 * kSize}));
+  const BuildMirrors first = rig.Take<BuildMirrors>().at(0);
+  rig.Feed(Asked(2, "b", PinPolicy::kAuto, {.available_bytes = 0}));
+  const BuildMirrors second = rig.Take<BuildMirrors>().at(0);
+  CHECK(second.copy == first.copy);
+  const Records& records = rig.arbiter().records();
+  CHECK(records.host_bytes() == kSize);
+  rig.Feed(MirrorsBuilt{first.model, absl::OkStatus(), kSize});
+  rig.Feed(MirrorsBuilt{second.model, absl::OkStatus(), kSize});
+  const auto replies = rig.Take<Reply>();
+  REQUIRE(replies.size() == 2);
+  CHECK(std::get<RegisterOutcome>(replies[1].outcome).pin.reason == PinReason::kShared);
+  CHECK(std::get<RegisterOutcome>(replies[1].outcome).pinned_bytes == kSize);
+  CHECK(records.pinned_bytes() == kSize);
+
+  rig.Feed(UnloadRequested{RequestId{3}, "a"});
+  CHECK(rig.Take<DropModel>().size() == 1);
+  rig.Feed(ModelDropped{first.model, 0, 0});
+  CHECK(records.host_bytes() == kSize);
+  CHECK(records.pinned_bytes() == kSize);
+  rig.Feed(Asked(4, "c", PinPolicy::kAuto, {.available_bytes = 0}));
+  const BuildMirrors third = rig.Take<BuildMirrors>().at(0);
+  CHECK(third.copy == first.copy);
+  rig.Feed(MirrorsBuilt{third.model, absl::OkStatus(), kSize});
+  for (const char* name : {"b", "c"}) rig.Feed(UnloadRequested{RequestId{5}, name});
+  rig.Feed(ModelDropped{second.model, 0, 0});
+  rig.Feed(ModelDropped{third.model, kSize, 0});
+  CHECK(records.host_bytes() == 0);
+}
+
+TEST_CASE("A host copy is not shared with who insists on another kind, nor once it is given up or given back") {
+  const HostRoom room{.available_bytes = 100 * kSize};
+  const auto is_shared = [&](ArbiterRig& rig, PinPolicy policy) {
+    rig.Feed(Asked(9, "other", policy, room));
+    const BuildMirrors build = rig.Take<BuildMirrors>().at(0);
+    const bool shared = build.copy == rig.arbiter().records().models.begin()->second.host_copy;
+    rig.Feed(RequestCancelled{RequestId{9}});
+    rig.Feed(MirrorsBuilt{build.model, absl::CancelledError("")});
+    rig.effects.clear();
+    return shared;
+  };
+  for (const bool pinned : {true, false}) {
+    ArbiterRig rig(64 * kMiB);
+    rig.Feed(Asked(1, "a", pinned ? PinPolicy::kYes : PinPolicy::kNo, room));
+    const ModelId model = rig.Take<BuildMirrors>().at(0).model;
+    INFO("pinned " << pinned);
+    // One that must be page-locked may fail yet, for no fault of somebody who does not insist.
+    CHECK(is_shared(rig, PinPolicy::kAuto) == !pinned);
+    CHECK(is_shared(rig, PinPolicy::kYes) == pinned);
+    CHECK(is_shared(rig, PinPolicy::kNo) == !pinned);
+    rig.Feed(MirrorsBuilt{model, absl::OkStatus(), pinned ? kSize : 0});
+    CHECK(is_shared(rig, PinPolicy::kAuto));
+    CHECK(is_shared(rig, PinPolicy::kYes) == pinned);
+    CHECK(is_shared(rig, PinPolicy::kNo) == !pinned);
+    rig.Feed(UnloadRequested{RequestId{2}, "a"});
+    CHECK_FALSE(is_shared(rig, PinPolicy::kAuto));
+  }
+  ArbiterRig rig(64 * kMiB);
+  rig.Feed(Asked(1, "a", PinPolicy::kAuto, room));
+  rig.Take<BuildMirrors>();
+  rig.Feed(RequestCancelled{RequestId{1}});
+  CHECK_FALSE(is_shared(rig, PinPolicy::kAuto));
 }
 
 TEST_CASE("A reading that was given up is begun again for whoever asks meanwhile") {

@@ -70,6 +70,23 @@ std::string LineWith(const std::string& text, const std::string& part) {
 
 }  // namespace
 
+TEST_CASE("host memory that is not page-locked is shown as pageable, with why, and the limit with its source") {
+  v1::Status status = Example();
+  CHECK_FALSE(Has(StatusText(status), "pageable"));
+  status.mutable_host()->set_pageable_bytes(2 * kGiB);
+  status.mutable_host()->set_pin_limit_bytes(30 * kGiB);
+  status.mutable_host()->set_pin_limit_source(v1::PIN_LIMIT_SOURCE_PROBED);
+  v1::Pin& pin = *status.mutable_models(0)->mutable_pin();
+  pin.set_message("too much");
+  const std::string text = StatusText(status);
+  INFO(text);
+  CHECK(LineWith(text, "host memory") ==
+        "host memory: 22.00 GiB pinned, 2.00 GiB pageable of 64.00 GiB; at most 30.00 GiB can be pinned (probed)");
+  CHECK(LineWith(text, "host copy") == "  host copy: too much");
+  pin.set_pinned(true);
+  CHECK_FALSE(Has(StatusText(status), "host copy"));
+}
+
 TEST_CASE("status shows daemon, host, device, model, component and lease, in GiB and within 80 columns") {
   const std::string text = StatusText(Example());
   CHECK(Has(text, "residencyd 0.1.0  pid 1234  driver cuda  up 2h03m  serving"));

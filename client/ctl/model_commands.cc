@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
+#include "client/ctl/dry_run_text.h"
 #include "client/ctl/progress.h"
 #include "client/ctl/report.h"
 #include "client/grpc_status.h"
@@ -34,6 +35,8 @@ struct RegisterFlags {
   std::string device_uuid;
   std::optional<uint64_t> device_budget;
   bool phased = false;
+  std::string pin;  // empty: the daemon's
+  bool dry_run = false;
 };
 
 struct ActivateFlags {
@@ -110,6 +113,10 @@ int Register(const GlobalFlags& flags, const RegisterFlags& options) {
   request.set_device_uuid(options.device_uuid);
   if (options.device_budget.has_value()) request.mutable_budget()->set_device_bytes(*options.device_budget);
   request.set_mode(options.phased ? v1::MODEL_MODE_PHASED : v1::MODEL_MODE_HELD);
+  if (options.pin == "auto") request.set_pin(v1::PIN_POLICY_AUTO);
+  if (options.pin == "yes") request.set_pin(v1::PIN_POLICY_YES);
+  if (options.pin == "no") request.set_pin(v1::PIN_POLICY_NO);
+  request.set_dry_run(options.dry_run);
   for (const std::string& text : options.components) {
     auto component = ParseComponent(text);
     if (!component.ok()) {
@@ -122,12 +129,13 @@ int Register(const GlobalFlags& flags, const RegisterFlags& options) {
   if (!client.ok()) return ReportError(flags, client.status());
   auto response = CallRegister(**client, request);
   if (!response.ok()) return ReportError(flags, response.status());
+  if (options.dry_run) return ReportDone(flags, response->dry_run(), DryRunText(options.name, response->dry_run()));
   return ReportDone(
       flags, *response,
-      absl::StrFormat("registered %s on %s: %d tensors, payload %s, tax %s, pinned %s, in %.3f s%s\n", options.name,
+      absl::StrFormat("registered %s on %s: %d tensors, payload %s, tax %s, pinned %s, in %.3f s%s\n%s\n", options.name,
                       response->device_uuid(), response->tensors(), FormatBytes(response->payload_bytes()),
                       FormatBytes(response->tax_bytes()), FormatBytes(response->pinned_bytes()), response->seconds(),
-                      Rate(response->payload_bytes(), response->seconds())));
+                      Rate(response->payload_bytes(), response->seconds()), response->pin().message()));
 }
 
 std::string ActivatedText(const std::string& name, const v1::ActivateResponse& response) {
@@ -231,7 +239,7 @@ int Verify(const GlobalFlags& flags, const std::string& name) {
 // CLI11 writes into the flags when it parses, so they live as long as the command.
 void AddRegister(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
   auto options = std::make_shared<RegisterFlags>();
-  CLI::App& command = *AddCommand(app, "register", "Reads a checkpoint into page-locked host memory",
+  CLI::App& command = *AddCommand(app, "register", "Reads a checkpoint into host memory",
                                   "residencyctl register flux /models/FLUX.1-dev --device_budget 24GiB", chosen,
                                   [&flags, options] { return Register(flags, *options); });
   command.add_option("NAME", options->name, "name of the model")->required();
@@ -252,6 +260,11 @@ void AddRegister(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
   command.add_flag("--phased", options->phased,
                    "one component is on the GPU at a time, for as long as a client is in its phase; room for the "
                    "largest one is enough");
+  command
+      .add_option("--pin", options->pin, "page-lock the host copy: auto where there is room; the daemon's if not given")
+      ->type_name("auto|yes|no")
+      ->check(CLI::IsMember({"auto", "yes", "no"}));
+  command.add_flag("--dry_run", options->dry_run, "only say what it would take, what would fit, and which flags help");
 }
 
 void AddActivate(CLI::App& app, const GlobalFlags& flags, Command& chosen) {

@@ -31,7 +31,13 @@ void AppendDaemon(std::string& out, const v1::DaemonStatus& daemon) {
 
 void AppendHost(std::string& out, const v1::HostStatus& host) {
   absl::StrAppend(&out, "host memory: ", FormatBytes(host.pinned_bytes()), " pinned");
-  absl::StrAppend(&out, host.has_budget_bytes() ? absl::StrCat(" of ", FormatBytes(host.budget_bytes())) : "", "\n");
+  if (host.pageable_bytes() > 0) absl::StrAppend(&out, ", ", FormatBytes(host.pageable_bytes()), " pageable");
+  if (host.has_budget_bytes()) absl::StrAppend(&out, " of ", FormatBytes(host.budget_bytes()));
+  if (host.has_pin_limit_bytes()) {
+    absl::StrAppendFormat(&out, "; at most %s can be pinned (%s)", FormatBytes(host.pin_limit_bytes()),
+                          Word(v1::PinLimitSource_Name(host.pin_limit_source()), "PIN_LIMIT_SOURCE_"));
+  }
+  absl::StrAppend(&out, "\n");
 }
 
 void AppendDevice(std::string& out, const v1::DeviceStatus& device) {
@@ -91,6 +97,9 @@ void AppendClaim(std::string& out, const v1::ModelStatus& model) {
     absl::StrAppendFormat(&out, ", %d partly", model.components_partly_on_gpu());
   absl::StrAppendFormat(&out, "; payload %s, tax %s, pinned %s\n", FormatBytes(model.payload_bytes()),
                         FormatBytes(model.tax_bytes()), FormatBytes(model.pinned_bytes()));
+  if (model.has_pin() && !model.pin().pinned()) {
+    absl::StrAppend(&out, "  host copy: ", model.pin().message(), "\n");
+  }
   if (model.budget().has_device_bytes()) {
     absl::StrAppendFormat(&out, "  budget on the GPU %s\n", FormatBytes(model.budget().device_bytes()));
   }

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The broker's host side: what a registration asks of the core, the copies that models of the same files share, and
+// what the host has.
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "daemon/broker.h"
+#include "daemon/dry_run.h"
+#include "daemon/status.h"
+#include "mechanisms/host_memory.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+// What a decision needs of a layout; a model can have a million tensors.
+Layout WithoutTensors(const Layout& layout) {
+  Layout bare = layout;
+  for (LayoutComponent& component : bare.components) component.tensors.clear();
+  return bare;
+}
+
+}  // namespace
+
+// ---- Before a registration. ----
+
+absl::StatusOr<Gpu*> Broker::FindGpu(const std::string& uuid) const {
+  if (uuid.empty()) return gpus_.front().get();
+  for (const auto& gpu : gpus_) {
+    if (gpu->device().info().uuid == uuid) return gpu.get();
+  }
+  const std::string known = absl::StrJoin(
+      gpus_, ", ", [](std::string* out, const auto& candidate) { out->append(candidate->device().info().uuid); });
+  return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_DEVICE",
+                absl::StrCat("no device ", uuid, "; there are: ", known));
+}
+
+RegisterRequested Broker::RegisterEvent(RequestId request, const RegisterOptions& options, const Checkpoint& checkpoint,
+                                        DeviceId device) const {
+  return {.request = request,
+          .name = options.name,
+          .identity = checkpoint.identity,
+          .device = device,
+          .budget = options.budget,
+          .layout = WithoutTensors(checkpoint.layout),
+          .mode = options.mode,
+          .pin = options.pin.value_or(options_.pin),
+          .host = MeasureHost()};
+}
+
+// Asked for each registration, since others use the host too. What readings under way will still take is not missing
+// from the system's figures yet.
+HostRoom Broker::MeasureHost() const {
+  const HostMemory memory = ReadHostMemory();
+  HostRoom room{.available_bytes = memory.room_bytes(), .cgroup_limit_bytes = memory.mirror_limit_bytes()};
+  uint64_t unread_bytes = 0;
+  for (const auto& [id, copy] : copies_) {
+    if (copy->complete) continue;
+    const auto found = models_.find(copy->reader);
+    const LoadedModel& model = found != models_.end() ? *found->second : *copy->kept;
+    unread_bytes += model.checkpoint.layout.span_bytes - model.loaded_bytes;
+  }
+  if (room.available_bytes.has_value()) *room.available_bytes -= std::min(*room.available_bytes, unread_bytes);
+  return room;
+}
+
+void Broker::DryRun(RegisterOptions options, std::function<void(absl::StatusOr<v1::DryRun>)> done) {
+  const auto gpu = FindGpu(options.device_uuid);
+  if (!gpu.ok()) return done(gpu.status());
+  const uint64_t granule_bytes = (*gpu)->device().info().granule_bytes;
+  loader_->ReadHeaders(options.source, options.components, granule_bytes,
+                       [this, options, gpu = *gpu, done = std::move(done)](absl::StatusOr<Checkpoint> checkpoint) {
+                         if (!checkpoint.ok()) return done(checkpoint.status());
+                         const RegisterRequested event = RegisterEvent(RequestId{}, options, *checkpoint, gpu->id());
+                         const auto& models = arbiter_.records().models;
+                         const auto named = std::find_if(models.begin(), models.end(), [&](const auto& entry) {
+                           return entry.second.name == event.name;
+                         });
+                         if (named != models.end() && named->second.identity != event.identity)
+                           return done(NameTaken(event.name));
+                         gpu->Measure([this, event, done](const GpuMeasurement& measured) {
+                           NoteLoss(measured.status);
+                           if (!measured.status.ok()) return done(measured.status);
+                           done(BuildDryRun(event, measured));
+                         });
+                       });
+}
+
+v1::DryRun Broker::BuildDryRun(const RegisterRequested& event, const GpuMeasurement& measured) {
+  const Records& records = arbiter_.records();
+  const DeviceRecord& device = records.devices.at(event.device);
+  DeviceRoom room{.total_bytes = measured.memory.total_bytes,
+                  .free_bytes = measured.memory.free_bytes,
+                  .pool_idle_bytes = measured.pool_idle_bytes,
+                  .broker_bytes = measured.broker_bytes,
+                  .budget_bytes = device.budget_bytes,
+                  .reserve_bytes = device.reserve_bytes};
+  // Models that nobody uses make room for an activation; a phased one that anybody has a lease on keeps its claim.
+  for (const auto& [id, record] : records.models) {
+    if (record.device != event.device || record.state != ModelState::kActive) continue;
+    const bool in_use = std::any_of(records.leases.begin(), records.leases.end(), [&](const auto& entry) {
+      return entry.second.model == id && (record.mode == ModelMode::kPhased || IsInUse(entry.first));
+    });
+    const auto found = measured.models.find(id);
+    const uint64_t device_bytes = found == measured.models.end() ? 0 : found->second.device_bytes;
+    if (in_use) {
+      room.promised_bytes += record.claimed_device_bytes - std::min(record.claimed_device_bytes, device_bytes);
+    } else {
+      room.pool_idle_bytes += device_bytes;
+      room.broker_bytes -= std::min(room.broker_bytes, device_bytes);
+    }
+  }
+  return DryRunOf(event, arbiter_.PlanHost(event), device, room);
+}
+
+// ---- Copies. ----
+
+void Broker::Do(const BuildMirrors& effect) {
+  if (auto node = loading_.extract(effect.request); !node.empty()) {
+    models_[effect.model] = std::move(node.mapped());
+  }
+  // A reading that was given up is begun again for a request whose headers are here already.
+  LoadedModel& model = *models_.at(effect.model);
+  model.copy = effect.copy;
+  model.watching_progress = {effect.request};
+  const auto [copy, is_new] = copies_.try_emplace(effect.copy);
+  if (is_new) {
+    copy->second = std::make_unique<HostCopy>();
+    copy->second->reader = effect.model;
+    ReadCopy(effect.copy, effect.pin);
+  } else if (copy->second->complete) {
+    OnCopyComplete(effect.model);
+  }
+}
+
+void Broker::ReadCopy(HostCopyId id, PinWish pin) {
+  HostCopy& copy = *copies_.at(id);
+  const LoadedModel& model = *models_.at(copy.reader);
+  const auto pinned_bytes = [this] {
+    uint64_t sum = 0;
+    for (const auto& gpu : gpus_) sum += gpu->device().registered_host_bytes();
+    return sum;
+  };
+  loader_->BuildMirrors(
+      model.checkpoint, GpuOf(model.device).device(), pin, pinned_bytes, copy.cancelled,
+      [this, id](uint64_t bytes) { OnProgress(id, bytes); },
+      [this, id](BuiltMirrors built) { OnMirrors(id, std::move(built)); });
+}
+
+std::vector<ModelId> Broker::ModelsOf(HostCopyId copy) const {
+  std::vector<ModelId> models;
+  for (const auto& [id, model] : models_) {
+    if (model->copy == copy) models.push_back(id);
+  }
+  return models;
+}
+
+void Broker::OnProgress(HostCopyId copy, uint64_t bytes) {
+  if (const auto found = copies_.find(copy); found != copies_.end() && found->second->kept != nullptr) {
+    found->second->kept->loaded_bytes = bytes;
+  }
+  for (ModelId id : ModelsOf(copy)) {
+    LoadedModel& model = *models_.at(id);
+    model.loaded_bytes = bytes;
+    for (RequestId request : model.watching_progress) {
+      const auto progress = progress_.find(request);
+      if (progress != progress_.end()) progress->second(bytes, model.checkpoint.layout.payload_bytes);
+    }
+  }
+  Changed();
+}
+
+void Broker::OnMirrors(HostCopyId id, BuiltMirrors built) {
+  const std::vector<ModelId> models = ModelsOf(id);
+  if (!built.status.ok()) {
+    const auto gone = copies_.extract(id);
+    for (ModelId model : models) {
+      Feed(MirrorsBuilt{model, built.status, 0, built.pin_refusal, built.pin_limit_bytes});
+      if (!arbiter_.records().models.contains(model)) models_.erase(model);
+    }
+    return;
+  }
+  HostCopy& copy = *copies_.at(id);
+  copy.built = std::move(built);
+  copy.complete = true;
+  copy.kept.reset();
+  for (const Mirror& mirror : copy.built.mirrors) copy.pinned_bytes += mirror.pinned_bytes();
+  for (ModelId model : models) OnCopyComplete(model);
+}
+
+// The model has its host copy; what is left is its addresses.
+void Broker::OnCopyComplete(ModelId id) {
+  LoadedModel& model = *models_.at(id);
+  model.loaded_bytes = model.checkpoint.layout.payload_bytes;
+  HostCopy& copy = *copies_.at(model.copy);
+  // The refusal's figure is news once; by the next model that shares the copy it may be an old one.
+  MirrorsBuilt event{id, absl::OkStatus(), copy.pinned_bytes, copy.built.pin_refusal,
+                     std::exchange(copy.built.pin_limit_bytes, std::nullopt)};
+  Gpu& gpu = GpuOf(model.device);
+  // A model may be registered for a GPU that cannot map memory; only its activation is refused.
+  if (!gpu.usable().ok()) return Feed(event);
+  gpu.AddModel(id, model.checkpoint.layout, [this, event](absl::Status status) mutable {
+    event.status = status;
+    if (!status.ok()) {
+      event.pinned_bytes = 0;
+      auto node = models_.extract(event.model);
+      if (auto copy = TakeUnused(node.mapped()->copy)) loader_->Discard(std::move(copy), [] {});
+    }
+    Feed(event);
+  });
+}
+
+// The copy, where no model has it any more.
+std::unique_ptr<Broker::HostCopy> Broker::TakeUnused(HostCopyId id) {
+  if (!ModelsOf(id).empty()) return nullptr;
+  auto node = copies_.extract(id);
+  return node.empty() ? nullptr : std::move(node.mapped());
+}
+
+void Broker::Do(const CancelMirrors& effect) {
+  const auto found = models_.find(effect.model);
+  if (found == models_.end()) return;
+  const HostCopyId id = found->second->copy;
+  const auto reading = copies_.find(id);
+  if (reading == copies_.end() || reading->second->complete) return;  // too late: MirrorsBuilt is coming
+  HostCopy& copy = *reading->second;
+  if (ModelsOf(id).size() == 1) {
+    copy.cancelled = true;
+    return;
+  }
+  // Others still want the copy; this model leaves them alone with it.
+  auto node = models_.extract(found);
+  if (copy.reader == effect.model) copy.kept = std::move(node.mapped());
+  Feed(MirrorsBuilt{effect.model, Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the registration was given up")});
+}
+
+void Broker::Do(const JoinMirrors& effect) { models_.at(effect.model)->watching_progress.push_back(effect.request); }
+
+void Broker::Do(const DropModel& effect) {
+  GpuOf(models_.at(effect.model)->device).RemoveModel(effect.model, [this, id = effect.model](uint64_t device_bytes) {
+    auto node = models_.extract(id);
+    uint64_t host_bytes = 0;
+    auto copy = TakeUnused(node.mapped()->copy);
+    if (copy != nullptr) {
+      for (const Mirror& mirror : copy->built.mirrors) host_bytes += mirror.bytes();
+    }
+    // Giving page-locked memory back takes long for a large model.
+    using Gone = std::pair<std::unique_ptr<LoadedModel>, std::unique_ptr<HostCopy>>;
+    loader_->Discard(std::make_unique<Gone>(std::move(node.mapped()), std::move(copy)),
+                     [this, id, host_bytes, device_bytes] {
+                       Feed(ModelDropped{id, host_bytes, device_bytes});
+                     });
+  });
+}
+
+// ---- Status. ----
+
+void Broker::SetHostStatus(v1::HostStatus& host) const {
+  const Records& records = arbiter_.records();
+  const HostRoom room = MeasureHost();
+  const auto budget_bytes = HostBudgetBytes(room, records.host_bytes(), options_.host_budget_bytes);
+  if (budget_bytes.has_value()) host.set_budget_bytes(*budget_bytes);
+  host.set_pinned_bytes(records.pinned_bytes());
+  host.set_pageable_bytes(records.pageable_bytes());
+  SetPinLimit(host, records.pin_limit_bytes, options_.host_budget_bytes, room.cgroup_limit_bytes);
+}
+
+}  // namespace residency

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "daemon/host_room.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/events.h"
+#include "daemon/records.h"
+#include "mechanisms/refusal.h"
+
+namespace residency {
+namespace {
+
+constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
+
+uint64_t Less(uint64_t from, uint64_t what) { return from > what ? from - what : 0; }
+
+// Whether a registration with this policy may use the copy of `model`.
+bool MayShare(const ModelRecord& model, PinPolicy policy) {
+  if (model.state == ModelState::kRegistering) {
+    // Somebody must still want it, and it must not fail for a choice that is not ours.
+    if (model.registrations.empty() || model.unload) return false;
+    if (policy == PinPolicy::kAuto) return model.pin_wish != PinWish::kMust;
+    return model.pin_wish == (policy == PinPolicy::kYes ? PinWish::kMust : PinWish::kNo);
+  }
+  return !model.dropping && (policy == PinPolicy::kAuto || model.pin.pinned == (policy == PinPolicy::kYes));
+}
+
+void DecidePin(const RegisterRequested& event, HostPlan& plan) {
+  const uint64_t set_bytes = event.layout.span_bytes;
+  const std::optional<uint64_t> available_bytes = event.host.available_bytes;
+  if (event.pin != PinPolicy::kAuto) {
+    const bool pinned = event.pin == PinPolicy::kYes;
+    plan.wish = pinned ? PinWish::kMust : PinWish::kNo;
+    plan.pin = {pinned, PinReason::kRequested, absl::StrCat(pinned ? "page-locked" : "pageable", ", as was asked for")};
+  } else if (!available_bytes.has_value() || *available_bytes / 2 >= set_bytes) {
+    plan.wish = PinWish::kTry;
+    plan.pin = {true, PinReason::kRoom,
+                available_bytes.has_value() ? absl::StrCat("page-locked: the host has ", *available_bytes,
+                                                           " bytes, at least twice the ", set_bytes, " of the set")
+                                            : std::string("page-locked: nothing is known to limit the host's memory")};
+  } else {
+    plan.wish = PinWish::kNo;
+    plan.pin = {false, PinReason::kLittleRoom,
+                absl::StrCat("pageable: the host has ", *available_bytes, " bytes, less than twice the ", set_bytes,
+                             " of the set")};
+  }
+}
+
+}  // namespace
+
+std::optional<uint64_t> HostBudgetBytes(const HostRoom& room, uint64_t held_bytes,
+                                        std::optional<uint64_t> configured_bytes) {
+  uint64_t budget_bytes = std::min(configured_bytes.value_or(kNoLimit), room.cgroup_limit_bytes.value_or(kNoLimit));
+  if (room.available_bytes.has_value() && *room.available_bytes < kNoLimit - held_bytes) {
+    budget_bytes = std::min(budget_bytes, held_bytes + *room.available_bytes);
+  }
+  return budget_bytes == kNoLimit ? std::nullopt : std::optional<uint64_t>(budget_bytes);
+}
+
+HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::optional<uint64_t> configured_bytes) {
+  HostPlan plan;
+  const uint64_t set_bytes = event.layout.span_bytes;
+  plan.needed_bytes = set_bytes;
+  for (const auto& [id, model] : records.models) {
+    if (model.identity != event.identity || !MayShare(model, event.pin)) continue;
+    plan.copy = model.host_copy;
+    plan.wish = model.pin_wish;
+    // While it is being read, its own outcome is not known yet.
+    plan.pin = {model.pin.pinned, PinReason::kShared, absl::StrCat("it is the host copy of ", model.name)};
+    plan.needed_bytes = 0;
+    break;
+  }
+  if (!plan.copy) DecidePin(event, plan);
+
+  const uint64_t held_bytes = records.host_bytes();
+  const std::optional<uint64_t> budget_bytes = HostBudgetBytes(event.host, held_bytes, configured_bytes);
+  if (budget_bytes.has_value()) plan.available_bytes = Less(*budget_bytes, held_bytes);
+  // What the caller grants the model counts whether or not the bytes are there already.
+  if (event.budget.host_bytes.value_or(kNoLimit) < set_bytes) {
+    plan.needed_bytes = set_bytes;
+    plan.available_bytes = std::min(plan.available_bytes.value_or(kNoLimit), *event.budget.host_bytes);
+  }
+  if (plan.needed_bytes <= plan.available_bytes.value_or(kNoLimit)) return plan;
+  std::string limits;
+  const auto add = [&limits](const char* what, const std::optional<uint64_t>& bytes) {
+    if (bytes.has_value()) absl::StrAppend(&limits, "; ", what, " ", *bytes);
+  };
+  add("--host_budget", configured_bytes);
+  add("the cgroup leaves mirrors", event.host.cgroup_limit_bytes);
+  add("host and cgroup have", event.host.available_bytes);
+  add("the model's own budget", event.budget.host_bytes);
+  plan.room = Refuse(
+      absl::StatusCode::kResourceExhausted,
+      Refusal{.reason = "HOST_BUDGET", .needed_bytes = plan.needed_bytes, .available_bytes = plan.available_bytes},
+      absl::StrCat(event.name, " needs ", plan.needed_bytes, " bytes of host memory; ", *plan.available_bytes,
+                   " available (mirrors hold ", held_bytes, limits, ")"));
+  return plan;
+}
+
+}  // namespace residency

@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The host's memory: what is page-locked and what is not, what a registration may take, what becomes of it when the
+// files change, and what is given back.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "tests/daemon_rig.h"
+#include "tests/memory_cgroup.h"
+#include "tests/test_checkpoints.h"
+
+namespace residency {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr uint64_t kGiB = uint64_t{1} << 30;
+
+// A safetensors file of one tensor of zeros that takes no room on disk.
+void WriteSparse(const std::string& path, uint64_t tensor_bytes) {
+  std::string header =
+      absl::StrCat(R"({"t":{"dtype":"U8","shape":[)", tensor_bytes, R"(],"data_offsets":[0,)", tensor_bytes, "]}}");
+  header.resize((header.size() + 7) / 8 * 8, ' ');
+  std::ofstream file(path, std::ios::binary);
+  const uint64_t header_bytes = header.size();
+  file.write(reinterpret_cast<const char*>(&header_bytes), sizeof(header_bytes));
+  file << header;
+  file.close();
+  std::filesystem::resize_file(path, sizeof(header_bytes) + header_bytes + tensor_bytes);
+}
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// A line "key: number kB" of a file in /proc, in bytes.
+uint64_t ProcBytes(const std::string& path, const std::string& key) {
+  for (const std::string& line : std::vector<std::string>(absl::StrSplit(ReadFile(path), '\n'))) {
+    const std::vector<std::string> words = absl::StrSplit(line, absl::ByAnyChar(": \t"), absl::SkipEmpty());
+    uint64_t kib = 0;
+    if (words.size() >= 2 && words[0] == key && absl::SimpleAtoi(words[1], &kib)) return kib * 1024;
+  }
+  FAIL(path << " has no " << key);
+  return 0;
+}
+
+uint64_t DaemonBytes(DaemonRig& rig, const std::string& key) {
+  return ProcBytes(absl::StrCat("/proc/", rig.daemon().pid(), "/status"), key);
+}
+
+// A reader's hashes of what is on the device.
+Json OnDevice(DaemonRig& rig, const std::string& model) {
+  ReaderClient reader(rig, model);
+  return reader.Ask("hash").at("sha256");
+}
+
+TEST_CASE("A model that must be page-locked and cannot be is refused with asked, had and limit, and harms nobody") {
+  if (!OnSim()) return;  // no other driver's limit can be set from here
+  DaemonRig rig({"--sim_faults=pin_limit=64MiB"});
+  WriteCheckpoint(rig.Path("a.safetensors"), {40 * kMiB}, 21);
+  WriteCheckpoint(rig.Path("b.safetensors"), {40 * kMiB}, 22);
+  const Hashes small_truth = WriteCheckpoint(rig.Path("small.safetensors"), {3 * kMiB, 100}, 23);
+  const std::vector<std::string> components = {"--component", "a=" + rig.Path("a.safetensors"), "--component",
+                                               "b=" + rig.Path("b.safetensors")};
+  std::vector<std::string> must = {"register", "large", "--pin", "yes"};
+  must.insert(must.end(), components.begin(), components.end());
+  const Json error = rig.Refused(must);
+  INFO(error.dump());
+  CHECK(error.at("code") == "RESOURCE_EXHAUSTED");
+  CHECK(error.at("reason") == "PIN_LIMIT");
+  CHECK(error.at("needed_bytes") == 80 * kMiB);
+  CHECK(error.at("available_bytes") == 40 * kMiB);
+  const std::string message = error.at("message");
+  CHECK(absl::StrContains(message, absl::StrCat(80 * kMiB)));
+  CHECK(absl::StrContains(message, absl::StrCat("limit met is ", 40 * kMiB)));
+  CHECK_FALSE(absl::StrContains(message, "GPU"));
+  Json host = rig.Status().at("host");
+  CHECK(host.at("pinned_bytes") == 0);
+  CHECK(host.at("pageable_bytes") == 0);
+  CHECK(host.at("pin_limit_bytes") == 40 * kMiB);
+  CHECK(host.at("pin_limit_source") == "probed");
+
+  // Nothing of the refusal comes up in what follows, and all of the limit is there again.
+  const Json small = rig.Do({"register", "small", rig.Path("small.safetensors"), "--pin", "yes"});
+  CHECK(small.at("pin").at("pinned") == true);
+  CHECK(OnDevice(rig, "small") == small_truth);
+  rig.Do({"unload", "small"});
+  rig.Do({"register", "a", rig.Path("a.safetensors"), "--pin", "yes"});
+  rig.Do({"register", "b", rig.Path("b.safetensors")});
+  CHECK(rig.Model("a").at("pinned_bytes") == 40 * kMiB);
+  CHECK(rig.Model("b").at("pinned_bytes") == 0);
+}
+
+TEST_CASE("By itself a model that cannot be page-locked stays pageable, is shown so, and activates with its bytes") {
+  if (!OnSim()) return;
+  DaemonRig rig({"--sim_faults=pin_limit=64MiB"});
+  const Hashes a_truth = WriteCheckpoint(rig.Path("a.safetensors"), {40 * kMiB, 77}, 24);
+  const Hashes b_truth = WriteCheckpoint(rig.Path("b.safetensors"), {30 * kMiB, 41}, 25);
+  const Json registered = rig.Do({"register", "large", "--component", "a=" + rig.Path("a.safetensors"), "--component",
+                                  "b=" + rig.Path("b.safetensors")});
+  CHECK(registered.at("pinned_bytes") == 0);
+  CHECK(registered.at("pin").at("pinned") == false);
+  CHECK(registered.at("pin").at("reason") == "refused");
+  CHECK(absl::StrContains(registered.at("pin").at("message").get<std::string>(), "limit met"));
+  const Json status = rig.Status();
+  const uint64_t set_bytes =
+      registered.at("payload_bytes").get<uint64_t>() + registered.at("tax_bytes").get<uint64_t>();
+  CHECK(status.at("host").at("pinned_bytes") == 0);
+  CHECK(status.at("host").at("pageable_bytes") == set_bytes);
+  CHECK(status.at("models")[0].at("pin").at("reason") == "refused");
+  CHECK(absl::StrContains(rig.Ctl({"status"}).output, "host copy: pageable: "));
+
+  const Json activated = rig.Do({"activate", "large"});
+  CHECK(activated.at("bytes_moved") == set_bytes);
+  const Json verified = rig.Do({"verify", "large"});
+  CHECK(verified.at("refilled_cells") == 0);
+  const Json on_device = OnDevice(rig, "large");
+  CHECK(on_device.size() == a_truth.size() + b_truth.size());
+  for (const auto& [name, hash] : on_device.items()) {
+    INFO(name);
+    const std::string tensor = name.substr(name.find('/') + 1);
+    CHECK(hash == (name.starts_with("a/") ? a_truth.at(tensor) : b_truth.at(tensor)));
+  }
+}
+
+TEST_CASE("An explicit choice about page-locking wins over the daemon's, and the reply says which and why") {
+  DaemonRig rig({"--pin", "no"});
+  const Hashes truth = WriteCheckpoint(rig.Path("a.safetensors"), {9 * kMiB, 5}, 26);
+  WriteCheckpoint(rig.Path("b.safetensors"), {kMiB}, 27);
+  const Json by_daemon = rig.Do({"register", "a", rig.Path("a.safetensors")});
+  CHECK(by_daemon.at("pinned_bytes") == 0);
+  CHECK(by_daemon.at("pin").at("reason") == "requested");
+  CHECK(OnDevice(rig, "a") == truth);
+  const Json by_caller = rig.Do({"register", "b", rig.Path("b.safetensors"), "--pin", "yes"});
+  CHECK(by_caller.at("pinned_bytes") == 2 * kMiB);
+  CHECK(by_caller.at("pin").at("reason") == "requested");
+  const Outcome text = rig.Ctl({"register", "c", rig.Path("b.safetensors"), "--pin", "no"});
+  CHECK(text.exit_status == 0);
+  CHECK(absl::StrContains(text.output, "pageable, as was asked for"));
+  CHECK(rig.Ctl({"register", "d", rig.Path("b.safetensors"), "--pin", "perhaps"}).exit_status == 2);
+  const Json host = rig.Status().at("host");
+  CHECK(host.at("pinned_bytes") == 2 * kMiB);
+  CHECK(host.at("pageable_bytes") == 12 * kMiB);
+}
+
+TEST_CASE("A model larger than the memory there is is refused before a byte is read, and no OOM killer acts") {
+  DaemonRig rig;
+  // In a cgroup of 2 GiB where this machine lets us make one, else within the whole machine's memory.
+  const auto cgroup = MemoryCgroup::Make(2 * kGiB);
+  if (cgroup != nullptr) cgroup->Add(rig.daemon().pid());
+  const uint64_t limit_bytes = cgroup != nullptr ? 2 * kGiB : ProcBytes("/proc/meminfo", "MemTotal");
+  WriteSparse(rig.Path("huge.safetensors"), limit_bytes + kGiB);
+  const uint64_t before_bytes = DaemonBytes(rig, "VmHWM");
+  const Json error = rig.Refused({"register", "huge", rig.Path("huge.safetensors")});
+  INFO(error.dump());
+  CHECK(error.at("code") == "RESOURCE_EXHAUSTED");
+  CHECK(error.at("reason") == "HOST_BUDGET");
+  CHECK(error.at("needed_bytes").get<uint64_t>() >= limit_bytes + kGiB);
+  const uint64_t available_bytes = error.at("available_bytes");
+  CHECK(available_bytes <= limit_bytes - kGiB);
+  CHECK(DaemonBytes(rig, "VmHWM") < before_bytes + 64 * kMiB);
+  const Json status = rig.Status();
+  CHECK(status.at("models").empty());
+  CHECK(status.at("host").at("budget_bytes").get<uint64_t>() <= limit_bytes - kGiB);
+  if (cgroup != nullptr) {
+    CHECK(status.at("host").at("pin_limit_bytes") == kGiB);
+    CHECK(status.at("host").at("pin_limit_source") == "cgroup");
+    CHECK(cgroup->oom_kills() == 0);
+  }
+
+  // What was configured binds as well, and nobody was hurt.
+  WriteCheckpoint(rig.Path("small.safetensors"), {kMiB}, 28);
+  CHECK(rig.Do({"register", "small", rig.Path("small.safetensors")}).at("done") == true);
+}
+
+TEST_CASE("The configured host budget is shown as the limit and holds for all models together") {
+  DaemonRig rig({"--host_budget", "12MiB"});
+  WriteCheckpoint(rig.Path("a.safetensors"), {8 * kMiB}, 29);
+  WriteCheckpoint(rig.Path("b.safetensors"), {5 * kMiB}, 30);
+  rig.Do({"register", "a", rig.Path("a.safetensors")});
+  const Json error = rig.Refused({"register", "b", rig.Path("b.safetensors")});
+  CHECK(error.at("reason") == "HOST_BUDGET");
+  CHECK(error.at("needed_bytes") == 6 * kMiB);
+  CHECK(error.at("available_bytes") == 4 * kMiB);
+  const Json host = rig.Status().at("host");
+  CHECK(host.at("budget_bytes") == 12 * kMiB);
+  CHECK(host.at("pin_limit_bytes") == 12 * kMiB);
+  CHECK(host.at("pin_limit_source") == "configured");
+}
+
+TEST_CASE("Registered bytes are immune to what happens to their file, which the daemon never maps") {
+  DaemonRig rig;
+  const std::string path = rig.Path("weights-of-flux.safetensors");
+  const Hashes truth = WriteCheckpoint(path, {64 * kMiB, 123}, 31);
+  const std::string maps = absl::StrCat("/proc/", rig.daemon().pid(), "/maps");
+  const auto registering = rig.StartCtl({"register", "flux", path});
+  size_t looks = 0;
+  do {
+    const bool mapped = absl::StrContains(ReadFile(maps), "weights-of-flux");
+    REQUIRE_FALSE(mapped);
+    ++looks;
+  } while (!registering->EndsWithin(absl::Milliseconds(1)));
+  REQUIRE(registering->Wait() == 0);
+  CHECK(looks > 1);
+
+  std::filesystem::resize_file(path, 1000);
+  CHECK(OnDevice(rig, "flux") == truth);
+  rig.Do({"deactivate", "flux"});
+  std::ofstream(path, std::ios::in | std::ios::out).write("overwritten", 11);
+  CHECK(OnDevice(rig, "flux") == truth);
+  rig.Do({"deactivate", "flux"});
+  std::filesystem::remove(path);
+  CHECK(OnDevice(rig, "flux") == truth);
+  CHECK_FALSE(absl::StrContains(ReadFile(maps), "weights-of-flux"));
+}
+
+TEST_CASE("Files that changed since they were registered are not taken for the same") {
+  DaemonRig rig;
+  const std::string path = rig.Path("a.safetensors");
+  WriteCheckpoint(path, {kMiB}, 32);
+  rig.Do({"register", "a", path});
+  rig.Do({"register", "a", path});
+  const auto check_noticed = [&](const std::string& what) {
+    INFO(what);
+    const Json error = rig.Refused({"register", "a", path});
+    CHECK(error.at("code") == "ALREADY_EXISTS");
+    CHECK(error.at("reason") == "NAME_TAKEN");
+    CHECK(absl::StrContains(error.at("message").get<std::string>(), "changed"));
+    rig.Do({"unload", "a"});
+    rig.Do({"register", "a", path});
+  };
+  std::filesystem::last_write_time(path, std::filesystem::last_write_time(path) + std::chrono::seconds(1));
+  check_noticed("its time");
+  const auto written = std::filesystem::last_write_time(path);
+  std::filesystem::copy_file(path, rig.Path("copy"));
+  std::filesystem::rename(rig.Path("copy"), path);
+  std::filesystem::last_write_time(path, written);
+  check_noticed("another file of the same bytes and time in its place");
+  WriteCheckpoint(path, {kMiB + 8}, 32);
+  check_noticed("its size");
+}
+
+TEST_CASE("A model is in host memory once while it is registered and not at all afterwards") {
+  DaemonRig rig;
+  constexpr uint64_t kModelBytes = 512 * kMiB;
+  WriteSparse(rig.Path("large.safetensors"), kModelBytes);
+  // The first registration of all brings in code and tables that stay.
+  WriteCheckpoint(rig.Path("first.safetensors"), {kMiB}, 33);
+  rig.Do({"register", "first", rig.Path("first.safetensors")});
+  const uint64_t before_bytes = DaemonBytes(rig, "VmRSS");
+  const Json registered = rig.Do({"register", "large", rig.Path("large.safetensors")});
+  const uint64_t set_bytes = registered.at("pinned_bytes");
+  CHECK(set_bytes == kModelBytes);
+  // A CUDA context has some hundred MiB of its own.
+  CHECK(DaemonBytes(rig, "VmHWM") <= kModelBytes + 256 * kMiB + (OnSim() ? 0 : before_bytes));
+  CHECK(DaemonBytes(rig, "VmRSS") >= kModelBytes);
+  CHECK(rig.Do({"unload", "large"}).at("host_bytes") == kModelBytes);
+  CHECK(DaemonBytes(rig, "VmRSS") <= before_bytes + 64 * kMiB);
+}
+
+TEST_CASE("Two names for the same file share one host copy, which lasts until the second is unloaded") {
+  DaemonRig rig({"--host_budget", "50MiB"});
+  const Hashes truth = WriteCheckpoint(rig.Path("a.safetensors"), {40 * kMiB, 99}, 34);
+  std::filesystem::create_hard_link(rig.Path("a.safetensors"), rig.Path("b.safetensors"));
+  const uint64_t set_bytes = rig.Do({"register", "a", rig.Path("a.safetensors")}).at("pinned_bytes");
+  CHECK(set_bytes == 42 * kMiB);
+  const uint64_t before_bytes = DaemonBytes(rig, "VmRSS");
+  // A second copy would not fit the budget.
+  const Json second = rig.Do({"register", "b", rig.Path("b.safetensors")});
+  CHECK(second.at("pinned_bytes") == set_bytes);
+  CHECK(second.at("pin").at("reason") == "shared");
+  CHECK(DaemonBytes(rig, "VmRSS") < before_bytes + 20 * kMiB);
+  CHECK(rig.Status().at("host").at("pinned_bytes") == set_bytes);
+  CHECK(rig.Model("a").at("pinned_bytes") == set_bytes);
+  CHECK(rig.Model("b").at("pinned_bytes") == set_bytes);
+
+  rig.Do({"activate", "a"});
+  CHECK(rig.Do({"unload", "a"}).at("host_bytes") == 0);
+  CHECK(rig.Status().at("host").at("pinned_bytes") == set_bytes);
+  CHECK(OnDevice(rig, "b") == truth);
+  CHECK(rig.Do({"unload", "b"}).at("host_bytes") == set_bytes);
+  const Json host = rig.Status().at("host");
+  CHECK(host.at("pinned_bytes") == 0);
+  CHECK(host.at("pageable_bytes") == 0);
+  CHECK(rig.Do({"register", "c", rig.Path("b.safetensors")}).at("pin").at("reason") != "shared");
+}
+
+TEST_CASE("A registration that is given up leaves the host copy to another name that waits for it") {
+  if (!OnSim()) return;  // only there page-locking lasts long enough to interrupt it
+  DaemonRig rig({"--sim_faults=cuMemHostRegister=+1s"});
+  const Hashes truth = WriteCheckpoint(rig.Path("a.safetensors"), {3 * kMiB, 9}, 37);
+  const auto registering = [&](size_t count) {
+    rig.Await(absl::StrCat(count, " models are being registered"), [count](const Json& status) {
+      const Json& models = status.at("models");
+      return models.size() == count &&
+             std::all_of(models.begin(), models.end(), [](const Json& m) { return m.at("state") == "registering"; });
+    });
+  };
+  const auto first = rig.StartCtl({"register", "a", rig.Path("a.safetensors")});
+  registering(1);
+  const auto second = rig.StartCtl({"register", "b", rig.Path("a.safetensors")});
+  registering(2);
+  first->Signal(SIGINT);
+  CHECK(first->Wait() != 0);
+  CHECK(second->Wait() == 0);
+  const Json status = rig.Status();
+  REQUIRE(status.at("models").size() == 1);
+  CHECK(status.at("models")[0].at("name") == "b");
+  CHECK(status.at("host").at("pinned_bytes") == 4 * kMiB);
+  CHECK(OnDevice(rig, "b") == truth);
+}
+
+TEST_CASE("A dry run tells what would be pinned, what would fit and which flags help, and moves nothing") {
+  DaemonRig rig({"--device_budget", "48MiB", "--host_budget", "100MiB"});
+  WriteCheckpoint(rig.Path("a.safetensors"), {40 * kMiB}, 35);
+  WriteCheckpoint(rig.Path("b.safetensors"), {20 * kMiB}, 36);
+  const std::vector<std::string> components = {"--component", "big=" + rig.Path("a.safetensors"), "--component",
+                                               "small=" + rig.Path("b.safetensors")};
+  std::vector<std::string> dry = {"register", "two", "--dry_run"};
+  dry.insert(dry.end(), components.begin(), components.end());
+  const uint64_t rss_bytes = DaemonBytes(rig, "VmRSS");
+  const Json run = rig.Do(dry);
+  INFO(run.dump(2));
+  CHECK(run.at("set_bytes") == 60 * kMiB);
+  CHECK(run.at("host_fits") == true);
+  CHECK(run.at("host_needed_bytes") == 60 * kMiB);
+  CHECK(run.at("host_available_bytes") == 100 * kMiB);
+  CHECK(run.at("pin").at("pinned") == true);
+  CHECK(run.at("pin").at("reason") == "room");
+  CHECK(run.at("device_uuid") == rig.Device().at("uuid"));
+  CHECK(run.at("held") ==
+        Json({{"fits", false}, {"needed_bytes", 60 * kMiB}, {"available_bytes", 48 * kMiB}, {"component", ""}}));
+  CHECK(run.at("phased") ==
+        Json({{"fits", true}, {"needed_bytes", 40 * kMiB}, {"available_bytes", 48 * kMiB}, {"component", "big"}}));
+  CHECK_FALSE(run.contains("streamed"));
+  CHECK(run.at("advised_flags") == Json::array({"--phased"}));
+  CHECK(absl::StrContains(rig.Ctl(dry).output, "streamed not offered yet"));
+
+  // Nothing of it is there.
+  const Json status = rig.Status();
+  CHECK(status.at("models").empty());
+  CHECK(status.at("host").at("pinned_bytes") == 0);
+  CHECK(status.at("devices")[0].at("broker_bytes") == 0);
+  CHECK(DaemonBytes(rig, "VmRSS") < rss_bytes + 30 * kMiB);
+
+  // A model that nobody uses would make room, so what it holds counts.
+  rig.Do({"register", "one", rig.Path("a.safetensors")});
+  rig.Do({"activate", "one"});
+  const Json fits = rig.Do({"register", "other", rig.Path("b.safetensors"), "--dry_run"});
+  CHECK(fits.at("held").at("fits") == true);
+  CHECK(fits.at("held").at("available_bytes") == 48 * kMiB);
+  CHECK(fits.at("advised_flags").empty());
+  // The same files are there already, and the budget that is left would not do for them again.
+  const Json shared = rig.Do({"register", "again", rig.Path("a.safetensors"), "--dry_run"});
+  CHECK(shared.at("host_needed_bytes") == 0);
+  CHECK(shared.at("pin").at("reason") == "shared");
+  const Json taken = rig.Refused({"register", "one", rig.Path("b.safetensors"), "--dry_run"});
+  CHECK(taken.at("reason") == "NAME_TAKEN");
+  dry.push_back("--device_budget");
+  dry.push_back("30MiB");
+  const Json neither = rig.Do(dry);
+  CHECK(neither.at("phased").at("fits") == false);
+  CHECK(neither.at("phased").at("available_bytes") == 30 * kMiB);
+  CHECK(neither.at("advised_flags").empty());
+  CHECK(neither.at("host_needed_bytes") == 60 * kMiB);
+  CHECK(neither.at("host_fits") == true);
+}
+
+}  // namespace
+}  // namespace residency
