@@ -43,16 +43,24 @@ absl::StatusOr<std::unique_ptr<Broker>> Broker::Start(Loop& loop, const Driver& 
   }
   auto loader = Loader::Start(loop, options.cell_bytes);
   if (!loader.ok()) return loader.status();
-  return std::unique_ptr<Broker>(new Broker(loop, std::move(options), std::move(gpus), *std::move(loader)));
+  std::unique_ptr<Recorder> recorder;
+  if (!options.record_path.empty()) {
+    auto created = Recorder::Create(options.record_path, options.version, ArbiterOptionsOf(options, gpus));
+    if (!created.ok()) return created.status();
+    recorder = *std::move(created);
+  }
+  return std::unique_ptr<Broker>(
+      new Broker(loop, std::move(options), std::move(gpus), *std::move(loader), std::move(recorder)));
 }
 
 Broker::Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus,
-               std::unique_ptr<Loader> loader)
+               std::unique_ptr<Loader> loader, std::unique_ptr<Recorder> recorder)
     : loop_(loop),
       options_(std::move(options)),
       started_(MonotonicNow()),
       gpus_(std::move(gpus)),
       arbiter_(ArbiterOptionsOf(options_, gpus_)),
+      recorder_(std::move(recorder)),
       sessions_(loop, options_.identity, [this](const Event& event) { Feed(event); }),
       loader_(std::move(loader)) {}
 
@@ -184,9 +192,11 @@ void Broker::Feed(const Event& event) {
   while (!events_.empty()) {
     const Event next = std::move(events_.front());
     events_.pop_front();
-    for (const Effect& effect : arbiter_.Step(next, MonotonicNow())) {
-      std::visit([this](const auto& e) { Do(e); }, effect);
-    }
+    const absl::Time now = MonotonicNow();
+    if (recorder_ != nullptr) recorder_->Begin(next, now);
+    const std::vector<Effect> effects = arbiter_.Step(next, now);
+    if (recorder_ != nullptr) recorder_->End(effects);
+    for (const Effect& effect : effects) std::visit([this](const auto& e) { Do(e); }, effect);
   }
   feeding_ = false;
   Changed();

@@ -20,6 +20,7 @@
 #include "daemon/gpu.h"
 #include "daemon/loader.h"
 #include "daemon/loop.h"
+#include "daemon/recording.h"
 #include "daemon/sessions.h"
 #include "mechanisms/driver.h"
 #include "proto/residency.pb.h"
@@ -35,6 +36,7 @@ struct BrokerOptions {
   std::optional<uint64_t> host_budget_bytes;    // of all host copies
   PinPolicy pin = PinPolicy::kAuto;             // of registrations that do not say
   absl::Duration pool_idle = absl::Seconds(10);
+  std::string record_path;  // of a recording of all decisions; empty: none
 };
 
 struct RegisterOptions {
@@ -49,7 +51,8 @@ struct RegisterOptions {
 
 class Broker {
  public:
-  // Opens every GPU that `driver` shows. UNAVAILABLE/NO_DEVICE where there is none. `loop` and `driver` outlive it.
+  // Opens every GPU that `driver` shows. UNAVAILABLE/NO_DEVICE where there is none; else as Recorder::Create. `loop`
+  // and `driver` outlive it.
   static absl::StatusOr<std::unique_ptr<Broker>> Start(Loop& loop, const Driver& driver, BrokerOptions options);
   // Give up all device and host memory. After the decision loop was stopped.
   ~Broker();
@@ -113,7 +116,8 @@ class Broker {
     std::unique_ptr<LoadedModel> kept;  // which is kept here where that model was given up meanwhile
   };
 
-  Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus, std::unique_ptr<Loader> loader);
+  Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus, std::unique_ptr<Loader> loader,
+         std::unique_ptr<Recorder> recorder);
 
   RequestId Expect(Done done);
   RequestId Ask(RequestId request, const Event& event);
@@ -163,6 +167,7 @@ class Broker {
   const absl::Time started_;
   std::vector<std::unique_ptr<Gpu>> gpus_;  // DeviceId n is at n - 1
   Arbiter arbiter_;
+  const std::unique_ptr<Recorder> recorder_;  // null where nothing is recorded
   Sessions sessions_;
   std::map<ModelId, std::unique_ptr<LoadedModel>> models_;
   std::map<HostCopyId, std::unique_ptr<HostCopy>> copies_;

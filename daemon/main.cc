@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <future>
+#include <iostream>
 #include <memory>
 
 #include "absl/strings/escaping.h"
@@ -26,6 +27,7 @@
 #include "daemon/loop.h"
 #include "daemon/notify.h"
 #include "daemon/options.h"
+#include "daemon/recording.h"
 #include "daemon/runtime_dir.h"
 #include "daemon/service.h"
 #include "mechanisms/open_driver.h"
@@ -149,11 +151,19 @@ int Serve(const DaemonOptions& options, const sigset_t& signals) {
   std::_Exit(lost ? 1 : 0);
 }
 
+int ReplayRecording(const std::string& path) {
+  const absl::StatusOr<bool> same = Replay(path, std::cout);
+  std::cout.flush();
+  if (!same.ok()) return Fail(same.status());
+  return *same ? 0 : 1;
+}
+
 }  // namespace
 
 int Main(int argc, char** argv) {
   const ParsedOptions parsed = ParseOptions(argc, argv);
   if (!parsed.options.has_value()) return parsed.exit_status;
+  if (!parsed.options->replay_path.empty()) return ReplayRecording(parsed.options->replay_path);
   spdlog::set_default_logger(spdlog::stderr_color_mt("residencyd"));
   // Before any thread is started, so that none of them takes the signals.
   sigset_t signals;
@@ -162,6 +172,8 @@ int Main(int argc, char** argv) {
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  // A recording that reaches the limit on a file's size ends; the daemon does not.
+  signal(SIGXFSZ, SIG_IGN);
   RaiseDescriptorLimit();
   return Serve(*parsed.options, signals);
 }

@@ -92,6 +92,13 @@ ParsedOptions ParseOptions(int argc, char** argv) {
   app.add_option("--cell_bytes", text, "Size of a cell, a power of two from 2MiB to 256MiB (default 64MiB)")
       ->type_name("SIZE")
       ->check(Into(options.broker.cell_bytes, ParseCellBytes));
+  auto* const record = app.add_option("--record", options.broker.record_path,
+                                      "Keep all that is decided, and on what, in a new file, for --replay")
+                           ->type_name("FILE");
+  app.add_option("--replay", options.replay_path,
+                 "Decide again what a recording holds, say whether it is the same, end")
+      ->type_name("FILE")
+      ->excludes(record);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -17,7 +17,8 @@ struct DaemonOptions {
   std::string runtime_dir;
   DriverKind driver = DriverKind::kCuda;
   SimOptions sim;
-  BrokerOptions broker;  // without its identity
+  BrokerOptions broker;     // without its identity
+  std::string replay_path;  // of a recording to decide again instead of serving; empty: serve
 };
 
 // What the command line says, or the exit status with which to end (after --help, --version, or an error that was

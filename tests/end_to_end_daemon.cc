@@ -77,5 +77,32 @@ TEST_CASE("After the daemon was killed a new one starts on its directory, and ol
   CHECK(fresh.Ask("hash").at("sha256") == TrueHashes("flux-like"));
 }
 
+TEST_CASE("What a daemon decided until it was killed is decided the same again from its recording") {
+  const ScratchDirectory scratch;
+  const std::string recording = scratch.path() + "/recording";
+  DaemonRig rig({"--record", recording});
+  rig.Do({"register", "flux", RealCheckpoint("flux-like")});
+  rig.Refused({"register", "flux", RealCheckpoint("whisper-fp16")});
+  ReaderClient reader(rig, "flux");
+  reader.Ask("use");
+  rig.Refused({"deactivate", "flux"});
+  reader.Ask("leave");
+  rig.Do({"deactivate", "flux"});
+  rig.Do({"activate", "flux"});
+  rig.daemon().Kill();
+
+  TestProcess replay({ProgramPath("residencyd"), "--replay", recording}, rig.Path("replay"));
+  const std::string verdict = replay.ReadAll();
+  INFO(verdict << replay.Errors());
+  CHECK(replay.Wait() == 0);
+  CHECK(absl::EndsWith(verdict, " effects: the same decisions\n"));
+  CHECK_FALSE(absl::StartsWith(verdict, "0 steps"));
+
+  TestProcess successor(rig.DaemonCommand(), rig.Path("successor"));
+  CHECK(successor.Wait() == 1);
+  INFO(successor.Errors());
+  CHECK(absl::StrContains(successor.Errors(), "ALREADY_EXISTS/FILE_EXISTS: " + recording));
+}
+
 }  // namespace
 }  // namespace residency
