@@ -58,6 +58,38 @@ TEST_CASE("A lease survives deactivation and gets the next generation without as
   CHECK(sent[0].generation == 2);
 }
 
+TEST_CASE("No lease gets a cell before all of them are filled and verified") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.Deactivate("a");
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleased{lease, 1});
+  rig.Realized(a);
+  rig.effects.clear();
+  rig.Activate("a", rig.Open(2));
+  rig.Measured();
+  REQUIRE(rig.Has<RealizePlan>());
+  CHECK_FALSE(rig.Has<SendCells>());
+  CHECK_FALSE(rig.Has<GrantLease>());
+  CHECK_FALSE(rig.arbiter().records().leases.at(lease).holds_cells());
+  rig.Realized(a);
+  CHECK(rig.Take<SendCells>().size() == 2);
+}
+
+TEST_CASE("Each activation begins a generation, whether or not anybody holds a lease") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  for (uint64_t generation = 1; generation <= 3; ++generation) {
+    rig.BringOn("a", a);
+    CHECK(std::get<ActivateOutcome>(rig.OnlyReply().outcome).generation == generation);
+    rig.Deactivate("a");
+    rig.Realized(a);
+    rig.effects.clear();
+  }
+}
+
 TEST_CASE("A process that dies frees its leases, and a deactivation that waited for it goes on") {
   ArbiterRig rig(64 * kMiB);
   const ModelId a = rig.Register("a", kSize);

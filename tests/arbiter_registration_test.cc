@@ -266,6 +266,31 @@ TEST_CASE("A host copy is not shared with who insists on another kind, nor once 
   CHECK_FALSE(is_shared(rig, PinPolicy::kAuto));
 }
 
+TEST_CASE("The host budget holds for all models together, also for those that are still being read") {
+  ArbiterOptions options;
+  options.devices = {{.id = DeviceId{1}, .uuid = "GPU-test", .budget_bytes = kSize}};
+  options.host_budget_bytes = 2 * kSize + 2 * kMiB;
+  Arbiter arbiter(options);
+  const auto ask = [&](uint64_t number, const std::string& name) {
+    const auto effects =
+        arbiter.Step(RegisterRequested{RequestId{number}, name, name, DeviceId{1}, {}, ArbiterRig::LayoutOf(kSize)},
+                     absl::UnixEpoch());
+    REQUIRE(effects.size() == 1);
+    return effects[0];
+  };
+  const Effect first = ask(1, "a");
+  REQUIRE(std::holds_alternative<BuildMirrors>(first));
+  (void)arbiter.Step(MirrorsBuilt{std::get<BuildMirrors>(first).model, absl::OkStatus(), kSize}, absl::UnixEpoch());
+  CHECK(std::holds_alternative<BuildMirrors>(ask(2, "b")));
+  const Effect third = ask(3, "c");
+  REQUIRE(std::holds_alternative<Reply>(third));
+  const auto refusal = GetRefusal(std::get<Reply>(third).status);
+  REQUIRE(refusal.has_value());
+  CHECK(refusal->reason == "HOST_BUDGET");
+  CHECK(refusal->needed_bytes == kSize);
+  CHECK(refusal->available_bytes == 2 * kMiB);
+}
+
 TEST_CASE("A reading that was given up is begun again for whoever asks meanwhile") {
   ArbiterRig rig(64 * kMiB);
   rig.Feed(RegisterRequested{RequestId{1}, "a", "files", DeviceId{1}, {}, ArbiterRig::LayoutOf(kSize)});

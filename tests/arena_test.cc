@@ -255,6 +255,29 @@ TEST_CASE("Whichever call of an activation fails, it is undone, the first error 
   CHECK(rig.HoldsItsSources(plan));
 }
 
+TEST_CASE("An activation that fails and cannot be undone either breaks the arena, which then only empties") {
+  static bool fails;
+  fails = false;
+  Driver driver = TestDriver();
+  driver.cuMemcpyHtoDAsync = [](CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    return fails ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemcpyHtoDAsync(to, from, bytes, stream);
+  };
+  driver.cuMemUnmap = [](CUdeviceptr address, size_t size) {
+    return fails ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemUnmap(address, size);
+  };
+  Rig rig(driver);
+  fails = true;
+  const auto report = rig.Realize(AllResident(rig.layout));
+  REQUIRE_FALSE(report.ok());
+  CHECK(std::string(report.status().message()).find("cuMemcpyHtoDAsync") == 0);
+  CHECK(rig.arena->broken());
+  CHECK(rig.arena->Measure().device_bytes > 0);
+  fails = false;
+  CHECK(ReasonOf(rig.Realize(AllResident(rig.layout)).status()) == "BROKEN");
+  CHECK(rig.Realize(NoneResident(rig.layout)).ok());
+  CHECK(rig.arena->Measure().device_bytes == 0);
+}
+
 TEST_CASE("A resident cell's descriptor is exported once and serves an importer; an absent one has none") {
   Rig rig;
   CHECK(ReasonOf(rig.arena->Descriptor(0).status()) == "NOT_ACTIVE");

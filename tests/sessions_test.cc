@@ -316,6 +316,13 @@ TEST_CASE("Who breaks the protocol is told how and loses its session, and nobody
     cells.mutable_cells(1)->set_index(7);
     Acknowledge(channel, cells);
   }
+  SECTION("an acknowledgement of the same cells in another generation") {
+    Grant(rig, channel, Greet(channel));
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(2)); });
+    v1::Cells cells = Receive(channel).message.cells();
+    cells.set_generation(2);
+    Acknowledge(channel, cells);
+  }
   SECTION("a release of what it does not hold") {
     Grant(rig, channel, Greet(channel));
     rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(2)); });
