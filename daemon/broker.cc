@@ -177,6 +177,8 @@ void Broker::Cancel(RequestId request) {
 
 void Broker::ShutDown() {
   shutting_down_ = true;
+  // Nobody will see what is on its way to a GPU, and the end need not wait for it.
+  for (const auto& gpu : gpus_) gpu->CancelRealize();
   std::vector<RequestId> waiting;
   for (const auto& [request, done] : done_) waiting.push_back(request);
   for (RequestId request : waiting) {
@@ -224,7 +226,11 @@ void Broker::Do(const RealizePlan& effect) {
         NoteLoss(event.status);
         Feed(event);
       });
+  // What the core takes up next, after the transfer that the end has stopped.
+  if (shutting_down_) GpuOf(models_.at(effect.model)->device).CancelRealize();
 }
+
+void Broker::Do(const CancelRealize& effect) { GpuOf(models_.at(effect.model)->device).CancelRealize(); }
 
 void Broker::Do(const VerifyCells& effect) {
   GpuOf(models_.at(effect.model)->device)

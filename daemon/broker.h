@@ -133,6 +133,7 @@ class Broker {
   void Do(const DropModel& effect);
   void Do(const MeasureDevice& effect);
   void Do(const RealizePlan& effect);
+  void Do(const CancelRealize& effect);
   void Do(const VerifyCells& effect);
   void Do(const TrimPool& effect);
   void Do(const GrantLease& effect);

@@ -27,6 +27,7 @@ bool DeviceQueue::GiveUp(RequestId request, const absl::Status& status) {
       activate->session = SessionId{};
     }
     if (job_->phase == Phase::kRevoking) TakeBack();
+    StopUnwantedFill();
     return true;
   }
   for (std::deque<Waiting>* waiting : {&waiting_, &waiting_for_phase_}) {
@@ -38,10 +39,26 @@ bool DeviceQueue::GiveUp(RequestId request, const absl::Status& status) {
     Emit(Reply{request, status, {}});
     // It may have been about to take the place of a component that nobody needs any more.
     if (records_.models.contains(model)) TakeOffLeft(model);
+    StopUnwantedFill();
     Pump();
     return true;
   }
   return false;
+}
+
+// Whoever waits for the same model finds it active once this fill is through, so that goes on as long as one does.
+void DeviceQueue::StopUnwantedFill() {
+  if (!job_.has_value() || job_->phase != Phase::kFilling || !job_->replied || job_->stopped) return;
+  const auto* phase = std::get_if<BeginPhaseRequested>(&job_->request);
+  const auto wants_it = [&](const Waiting& waiting) {
+    if (waiting.model != job_->model) return false;
+    if (phase == nullptr) return std::holds_alternative<ActivateRequested>(waiting.request);
+    const auto* other = std::get_if<BeginPhaseRequested>(&waiting.request);
+    return other != nullptr && other->component == phase->component;
+  };
+  if (std::any_of(waiting_.begin(), waiting_.end(), wants_it)) return;
+  job_->stopped = true;
+  Emit(CancelRealize{job_->model});
 }
 
 void DeviceQueue::Pump() {
@@ -175,7 +192,8 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
   if (!event.status.ok()) {
     model.Apply(event.broken ? ModelChange::kBroke : ModelChange::kActivationUndone);
     model.claimed_device_bytes = 0;
-    model.last_error = event.status;
+    // That its caller gave up is nothing wrong with the model.
+    if (!job_->stopped || event.broken || !absl::IsCancelled(event.status)) model.last_error = event.status;
     job_->pooled = true;
     ReplyNow(event.status);
     return Finish();

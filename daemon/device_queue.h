@@ -55,7 +55,7 @@ class DeviceQueue {
   // may have changed hands by then.
   void Add(Request request, ModelId model);
   // Replies to `request` with `status` where it waits or runs here. Leases that are being asked back for it are left
-  // alone again; bytes that have begun to move go on, for nobody.
+  // alone again. Bytes that have begun to move are stopped and taken off again, unless another request waits for them.
   bool GiveUp(RequestId request, const absl::Status& status);
 
   void On(const DeviceMeasured& event);
@@ -93,6 +93,7 @@ class DeviceQueue {
     std::vector<ModelId> victims;  // still to be taken off
     std::vector<std::string> evicted;
     bool replied = false;
+    bool stopped = false;         // the fill was told to stop
     bool pooled = false;          // cells went to the pool
     uint64_t unmapped_bytes = 0;  // of `model`
   };
@@ -105,6 +106,7 @@ class DeviceQueue {
   void Start(const BeginPhaseRequested& request);
   void Start(const EndPhaseRequested& request);
   void Fill();
+  void StopUnwantedFill();
   void FinishActivation(const PlanRealized& event);
   void Clear(ModelId model);
   bool drains() const;

@@ -293,6 +293,11 @@ struct RealizePlan {
   ModelId model;
   Plan plan;
 };
+// Nobody waits for the RealizePlan of `model` that is under way: it is to stop and be undone. Its PlanRealized comes
+// all the same, as CANCELLED unless it was through already.
+struct CancelRealize {
+  ModelId model;
+};
 // -> CellsVerified
 struct VerifyCells {
   ModelId model;
@@ -347,8 +352,8 @@ struct SetTimer {
 };
 
 using Effect = std::variant<Reply, BuildMirrors, CancelMirrors, JoinMirrors, DropModel, MeasureDevice, RealizePlan,
-                            VerifyCells, TrimPool, GrantLease, SendCells, CloseUseWords, ReopenUseWords, CloseAndRevoke,
-                            RevokeLease, EndLease, SetTimer>;
+                            CancelRealize, VerifyCells, TrimPool, GrantLease, SendCells, CloseUseWords, ReopenUseWords,
+                            CloseAndRevoke, RevokeLease, EndLease, SetTimer>;
 
 }  // namespace residency
 

@@ -58,8 +58,10 @@ void Gpu::RemoveModel(ModelId model, std::function<void(uint64_t)> done) {
 void Gpu::Realize(ModelId model, Plan plan, std::vector<const Source*> sources,
                   std::function<void(PlanRealized)> done) {
   Arena* arena = arenas_.at(model).get();
-  loop_->Post([this, model, arena, plan = std::move(plan), sources = std::move(sources), done = std::move(done)] {
-    PlanRealized realized = memory_->Realize(model, *arena, plan, sources);
+  realizing_ = std::stop_source();
+  loop_->Post([this, model, arena, plan = std::move(plan), sources = std::move(sources), stop = realizing_.get_token(),
+               done = std::move(done)] {
+    PlanRealized realized = memory_->Realize(model, *arena, plan, sources, stop);
     decision_.Post([realized = std::move(realized), done] { done(realized); });
   });
 }

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,8 @@ class Gpu {
   void RemoveModel(ModelId model, std::function<void(uint64_t device_bytes)> done);
 
   void Realize(ModelId model, Plan plan, std::vector<const Source*> sources, std::function<void(PlanRealized)> done);
+  // Stops the Realize that was told last, and undoes it, where it is not through yet; it is done with CANCELLED then.
+  void CancelRealize() { realizing_.request_stop(); }
   void Verify(ModelId model, std::vector<const Source*> sources, std::function<void(CellsVerified)> done);
   // Descriptors for all resident cells.
   void Export(ModelId model, const Layout& layout, std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done);
@@ -68,6 +71,7 @@ class Gpu {
   const DeviceId id_;
   Loop& decision_;
   const std::unique_ptr<GpuMemory> memory_;
+  std::stop_source realizing_;                        // of the last Realize
   std::map<ModelId, std::unique_ptr<Arena>> arenas_;  // the map is the decision loop's, the arenas the device loop's
   std::unique_ptr<Loop> loop_;
   std::unique_ptr<Loop> gauge_;

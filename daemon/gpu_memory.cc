@@ -39,13 +39,14 @@ absl::StatusOr<std::unique_ptr<Arena>> GpuMemory::Reserve(const Layout& layout) 
   return Arena::Create(*device_, pool_, *digester_, layout);
 }
 
-PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources) {
+PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources,
+                                std::stop_token stop) {
   PlanRealized realized{.model = model};
   const uint64_t copied_before_bytes = device_->copied_to_host_bytes();
   const uint64_t pooled_before_bytes = pool_.idle_bytes();
   const absl::StatusOr<MemoryInfo> memory_before = device_->Memory();
   const absl::Time began = MonotonicNow();
-  if (const auto report = arena.Realize(plan, sources); report.ok()) {
+  if (const auto report = arena.Realize(plan, sources, std::move(stop)); report.ok()) {
     realized.copied_bytes = report->copied_bytes;
     realized.verified_cells = report->verified_cells;
     realized.refilled_cells = report->refilled_cells;

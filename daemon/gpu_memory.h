@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <stop_token>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -47,7 +48,8 @@ class GpuMemory {
 
   // Reserves the addresses of a model. `layout` and this must outlive the arena.
   absl::StatusOr<std::unique_ptr<Arena>> Reserve(const Layout& layout);
-  PlanRealized Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources);
+  PlanRealized Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources,
+                       std::stop_token stop = {});
   CellsVerified Verify(ModelId model, Arena& arena, std::span<const Source* const> sources);
   // Descriptors for all resident cells, duplicates that are the caller's.
   absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout);

@@ -79,6 +79,7 @@ RESIDENCY_RECORDED(JoinMirrors, model, request);
 RESIDENCY_RECORDED(DropModel, model);
 RESIDENCY_RECORDED(MeasureDevice, device);
 RESIDENCY_RECORDED(RealizePlan, model, plan);
+RESIDENCY_RECORDED(CancelRealize, model);
 RESIDENCY_RECORDED(VerifyCells, model);
 RESIDENCY_RECORDED(TrimPool, device);
 RESIDENCY_RECORDED(GrantLease, lease, session, model);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "mechanisms/copy_queue.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -36,14 +37,15 @@ Arena::~Arena() {
   for (uint32_t cell : MappedCells()) (void)Remove({cell}, report);
 }
 
-absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const Source* const> sources) {
+absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const Source* const> sources,
+                                             std::stop_token stop) {
   if (broken_ && Price(layout_, plan) != 0) {
     return Refuse(absl::StatusCode::kFailedPrecondition, "BROKEN",
                   "an earlier transition of this model failed and could not be undone");
   }
   const Plan before = CurrentPlan();
   RealizeReport report;
-  const absl::Status status = Apply(plan, sources, report);
+  const absl::Status status = Apply(plan, sources, stop, report);
   if (status.ok()) return report;
   if (!broken_ && !Undo(before, sources).ok()) broken_ = true;
   return status;
@@ -51,14 +53,15 @@ absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const S
 
 absl::Status Arena::Undo(const Plan& before, std::span<const Source* const> sources) {
   RealizeReport report;
-  if (auto status = Apply(before, sources, report); !status.ok()) return status;
+  if (auto status = Apply(before, sources, std::stop_token(), report); !status.ok()) return status;
   // What came back was verified as it came; this is about the cells that stayed.
   const std::vector<uint32_t> cells = MappedCells();
   const auto wrong = FindWrong(cells, sources);
   return wrong.ok() ? Refill(*wrong, sources) : wrong.status();
 }
 
-absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sources, RealizeReport& report) {
+absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sources, const std::stop_token& stop,
+                          RealizeReport& report) {
   std::vector<uint32_t> leaving;
   std::vector<uint32_t> coming;
   for (uint32_t cell = 0; cell < layout_.cells.size(); ++cell) {
@@ -68,7 +71,7 @@ absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sourc
     if (!there && wanted) coming.push_back(cell);
   }
   if (auto status = Remove(leaving, report); !status.ok()) return status;
-  if (auto status = Add(coming, sources, report); !status.ok()) return status;
+  if (auto status = Add(coming, sources, stop, report); !status.ok()) return status;
   const Footprint footprint = Measure();
   if (!footprint.status.ok()) return footprint.status;
   const uint64_t measured_bytes = footprint.device_bytes;
@@ -107,7 +110,8 @@ absl::Status Arena::Remove(const std::vector<uint32_t>& cells, RealizeReport& re
 }
 
 absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
-                        RealizeReport& report) {
+                        const std::stop_token& stop, RealizeReport& report) {
+  CopyQueue copies(device_, stream_, stop);
   size_t next_to_map = 0;
   uint64_t ahead_bytes = 0;
   absl::Status status;
@@ -118,10 +122,11 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
       ++next_to_map;
     }
     if (!status.ok()) break;
-    const uint64_t bytes = layout_.cells[cells[next_to_copy]].bytes;
-    status = Fill(cells[next_to_copy], sources);
-    ahead_bytes -= bytes;
-    report.copied_bytes += bytes;
+    const uint32_t cell = cells[next_to_copy];
+    const LayoutCell& place = layout_.cells[cell];
+    status = copies.Add(AddressOf(cell), sources[place.component]->CellData(cell), place.bytes);
+    ahead_bytes -= place.bytes;
+    report.copied_bytes += place.bytes;
   }
   // Whether or not it went well: no copy may be in flight when the caller changes the mapping or gives up.
   if (auto finished = Settle(); status.ok()) status = finished;

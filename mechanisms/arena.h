@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <stop_token>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -70,8 +71,11 @@ class Arena {
   // Makes the device hold what `plan` says; `sources` has one entry for each component. Windowed cells have
   // no memory here: windows belong to leases.
   // RESOURCE_EXHAUSTED/GPU_MEMORY: the device had no room after all; DATA_LOSS/VERIFY: a cell did not match
-  // its source's digest, nor after a refill; FAILED_PRECONDITION/BROKEN; UNAVAILABLE/DEVICE_LOST.
-  absl::StatusOr<RealizeReport> Realize(const Plan& plan, std::span<const Source* const> sources);
+  // its source's digest, nor after a refill; FAILED_PRECONDITION/BROKEN; UNAVAILABLE/DEVICE_LOST;
+  // CANCELLED/CANCELLED: `stop` was requested while cells were being filled, which ends when the copies under way
+  // do, at most 64 MiB.
+  absl::StatusOr<RealizeReport> Realize(const Plan& plan, std::span<const Source* const> sources,
+                                        std::stop_token stop = {});
 
   // Digests every resident cell on the device and compares it with its source; a wrong one is refilled.
   // DATA_LOSS/VERIFY: a refill did not help. The arena is broken after that, and after any other error that came
@@ -102,11 +106,13 @@ class Arena {
         stream_(std::move(stream)) {}
 
   CUdeviceptr AddressOf(uint32_t cell) const { return span_.get() + layout_.cells[cell].device_offset; }
-  absl::Status Apply(const Plan& plan, std::span<const Source* const> sources, RealizeReport& report);
+  absl::Status Apply(const Plan& plan, std::span<const Source* const> sources, const std::stop_token& stop,
+                     RealizeReport& report);
   absl::Status Undo(const Plan& before, std::span<const Source* const> sources);
   absl::Status Settle();
   absl::Status Remove(const std::vector<uint32_t>& cells, RealizeReport& report);
-  absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources, RealizeReport& report);
+  absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
+                   const std::stop_token& stop, RealizeReport& report);
   absl::Status MapCell(uint32_t cell);
   absl::Status Fill(uint32_t cell, std::span<const Source* const> sources);
   absl::Status Refill(const std::vector<uint32_t>& wrong, std::span<const Source* const> sources);

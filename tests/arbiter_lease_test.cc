@@ -130,6 +130,7 @@ TEST_CASE("Whoever gave up while the model came on gets no lease") {
   rig.Measured();
   rig.Feed(RequestCancelled{request});
   rig.Take<Reply>();
+  // Too late to be stopped.
   rig.Realized(a);
   CHECK_FALSE(rig.Has<GrantLease>());
   CHECK_FALSE(rig.Has<Reply>());

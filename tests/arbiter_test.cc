@@ -56,6 +56,27 @@ TEST_CASE("What does not fit is refused with needed and available bytes before a
   CHECK(rig.OnlyReply().status.ok());
 }
 
+TEST_CASE(
+    "A model of 16.89 GB is refused on a card of 16.611 GB with both figures, and the card is asked for nothing") {
+  const uint64_t card_bytes = uint64_t{16'611'000'000};
+  const uint64_t model_bytes = uint64_t{16'890'000'000};
+  ArbiterRig rig(card_bytes);
+  const ModelId model = rig.Register("flux", model_bytes);
+  rig.Activate("flux");
+  rig.Measured();
+  const Reply reply = rig.OnlyReply();
+  CHECK(reply.status.code() == absl::StatusCode::kResourceExhausted);
+  const std::optional<Refusal> refusal = GetRefusal(reply.status);
+  REQUIRE(refusal.has_value());
+  CHECK(refusal->reason == "GPU_BUDGET");
+  // The payload in whole granules, 8,054 of 2 MiB.
+  CHECK(refusal->needed_bytes == uint64_t{16'890'462'208});
+  CHECK(refusal->available_bytes == card_bytes);
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  CHECK(rig.model(model).state == ModelState::kInactive);
+  CHECK(rig.model(model).claimed_device_bytes == 0);
+}
+
 TEST_CASE("A second model that does not fit beside an idle one takes its place") {
   ArbiterRig rig(kSize + 2 * kMiB);
   const ModelId a = rig.Register("a", kSize);

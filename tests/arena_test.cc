@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mechanisms/arena.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
+#include <map>
 #include <random>
+#include <stop_token>
 
+#include "mechanisms/copy_queue.h"
 #include "mechanisms/refusal.h"
 #include "tests/test_driver.h"
 
@@ -44,6 +48,12 @@ Layout TwoComponents() {
   };
   // 3 cells of 4 MiB, one of 2 MiB; 1 cell of 2 MiB.
   return *MakeLayout({component("big", 13 * kMiB + 5), component("small", 100)}, 4 * kMiB, 2 * kMiB);
+}
+
+Plan FirstResident(const Layout& layout) {
+  Plan plan = NoneResident(layout);
+  plan.cells[0] = CellResidency::kResident;
+  return plan;
 }
 
 // An arena over `driver` and all it needs.
@@ -276,6 +286,85 @@ TEST_CASE("An activation that fails and cannot be undone either breaks the arena
   CHECK(ReasonOf(rig.Realize(AllResident(rig.layout)).status()) == "BROKEN");
   CHECK(rig.Realize(NoneResident(rig.layout)).ok());
   CHECK(rig.arena->Measure().device_bytes == 0);
+}
+
+// What is asked to stop when the k-th copy is enqueued; counted as above.
+std::stop_source* stop_at_failure = nullptr;
+
+TEST_CASE("An activation that is stopped between two copies leaves nothing behind, and the next one is exact") {
+  Driver driver = TestDriver();
+  driver.cuMemcpyHtoDAsync = [](CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    if (FailsNow()) stop_at_failure->request_stop();
+    return TestDriver().cuMemcpyHtoDAsync(to, from, bytes, stream);
+  };
+  calls_until_failure = 0;
+  Rig rig(driver);
+  const Plan plan = AllResident(rig.layout);
+  const Plan before = GENERATE(false, true) ? FirstResident(rig.layout) : NoneResident(rig.layout);
+  REQUIRE(rig.Realize(before).ok());
+  std::stop_source stop;
+  stop_at_failure = &stop;
+  calls_until_failure = GENERATE(1, 2, 3);
+  const auto report = rig.arena->Realize(plan, rig.sources(), stop.get_token());
+  CHECK(report.status().code() == absl::StatusCode::kCancelled);
+  CHECK(rig.arena->Measure().device_bytes == Price(rig.layout, before));
+  CHECK_FALSE(rig.arena->broken());
+  CHECK(rig.HoldsItsSources(before));
+  REQUIRE(rig.Realize(plan).ok());
+  CHECK(rig.HoldsItsSources(plan));
+  // Taking cells off is not stopped: there is nothing to wait for.
+  CHECK(rig.arena->Realize(NoneResident(rig.layout), rig.sources(), stop.get_token()).ok());
+}
+
+// What the calls of a driver say of copies under way: enqueued, and not yet known to be through.
+struct CopiesSeen {
+  uint64_t enqueued_bytes = 0;
+  uint64_t through_bytes = 0;
+  uint64_t most_under_way_bytes = 0;
+  std::map<CUevent, uint64_t> recorded_at;  // bytes enqueued before the event
+};
+CopiesSeen copies_seen;
+
+TEST_CASE("At most 64 MiB of copies are under way, and every byte of larger ones arrives") {
+  Driver driver = TestDriver();
+  copies_seen = {};
+  driver.cuMemcpyHtoDAsync = [](CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    copies_seen.enqueued_bytes += bytes;
+    const uint64_t under_way_bytes = copies_seen.enqueued_bytes - copies_seen.through_bytes;
+    copies_seen.most_under_way_bytes = std::max(copies_seen.most_under_way_bytes, under_way_bytes);
+    return TestDriver().cuMemcpyHtoDAsync(to, from, bytes, stream);
+  };
+  driver.cuEventRecord = [](CUevent event, CUstream stream) {
+    copies_seen.recorded_at[event] = copies_seen.enqueued_bytes;
+    return TestDriver().cuEventRecord(event, stream);
+  };
+  driver.cuEventSynchronize = [](CUevent event) {
+    copies_seen.through_bytes = std::max(copies_seen.through_bytes, copies_seen.recorded_at.at(event));
+    return TestDriver().cuEventSynchronize(event);
+  };
+  const auto device = OpenTestDevice(driver);
+  const uint64_t bytes = 90 * kMiB + 4096;
+  auto range = *device->Reserve(92 * kMiB);
+  const auto memory = *device->Create(92 * kMiB);
+  REQUIRE(device->Map(range.get(), memory).ok());
+  REQUIRE(device->SetAccess(range.get(), 92 * kMiB, Access::kReadWrite).ok());
+  const auto stream = *device->CreateStream();
+  std::vector<std::byte> source(bytes);
+  std::mt19937_64 random(5);
+  for (std::byte& byte : source) byte = static_cast<std::byte>(random());
+  // Two uneven copies, the second of which crosses several pieces.
+  CopyQueue copies(*device, stream, std::stop_token());
+  const uint64_t first_bytes = 5 * kMiB + 8;
+  REQUIRE(copies.Add(range.get(), source.data(), first_bytes).ok());
+  REQUIRE(copies.Add(range.get() + first_bytes, source.data() + first_bytes, bytes - first_bytes).ok());
+  CHECK(copies_seen.most_under_way_bytes <= 64 * kMiB);
+  CHECK(copies_seen.most_under_way_bytes > 48 * kMiB);
+  REQUIRE(device->Synchronize(stream).ok());
+  std::vector<std::byte> read(bytes);
+  REQUIRE(device->CopyToHost(read.data(), range.get(), bytes, stream).ok());
+  REQUIRE(device->Synchronize(stream).ok());
+  CHECK(std::memcmp(read.data(), source.data(), bytes) == 0);
+  REQUIRE(device->Unmap(range.get(), 92 * kMiB).ok());
 }
 
 TEST_CASE("A resident cell's descriptor is exported once and serves an importer; an absent one has none") {
