@@ -16,6 +16,9 @@ namespace {
 // Out of descriptors, accept fails at once and again; the connection waits in the backlog meanwhile.
 constexpr absl::Duration kRetryAfterExhaustion = absl::Milliseconds(100);
 
+// Then it is the turn of others: who connects without pause must not keep the loop here.
+constexpr int kConnectionsInTurn = 64;
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::Open(Loop& loop, const std::string& path, int type,
@@ -35,7 +38,7 @@ Listener::~Listener() {
 }
 
 void Listener::Accept() {
-  while (true) {
+  for (int i = 0; i < kConnectionsInTurn; ++i) {
     UniqueFd connection(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!connection.valid()) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return;

@@ -1,38 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/sessions.h"
 
-#include <fcntl.h>
 #include <spdlog/spdlog.h>
 #include <sys/epoll.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
 namespace {
 
-constexpr uint32_t kProtocolVersion = 1;
 constexpr absl::Duration kHelloDeadline = absl::Seconds(5);
-constexpr size_t kMaxClientNameBytes = 64;
+constexpr int kMaxSessionsOfProcess = 64;
 // Then it is the turn of others; the loop comes back for what is left.
 constexpr int kPacketsInTurn = 64;
 
-absl::Status ProtocolError(std::string_view message) {
-  return Refuse(absl::StatusCode::kInvalidArgument, "PROTOCOL", message);
-}
-
-std::string RandomSessionId() {
-  std::string id(16, '\0');
-  // 16 bytes come whole and without waiting once the kernel's pool is up, which it is when a daemon starts.
-  while (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
-  }
-  return id;
+v1::DaemonPacket RefusedPacket(const absl::Status& why) {
+  v1::DaemonPacket packet;
+  packet.mutable_refused()->set_code(absl::StatusCodeToString(why.code()));
+  packet.mutable_refused()->set_reason(ReasonOf(why));
+  packet.mutable_refused()->set_message(std::string(why.message()));
+  return packet;
 }
 
 }  // namespace
@@ -49,6 +40,16 @@ Sessions::~Sessions() {
 }
 
 void Sessions::Add(UniqueFd connection, const PeerIdentity& peer) {
+  const auto of_process = std::count_if(sessions_.begin(), sessions_.end(),
+                                        [&](const auto& entry) { return entry.second.peer.pid == peer.pid; });
+  // A process of a pid namespace that cannot be seen from here has pid 0, as have all of them.
+  if (peer.pid != 0 && of_process >= kMaxSessionsOfProcess) {
+    const absl::Status why = Refuse(absl::StatusCode::kResourceExhausted, "SESSION_LIMIT",
+                                    absl::StrCat("pid ", peer.pid, " has ", of_process, " page channels already"));
+    PageChannel channel(std::move(connection));
+    (void)channel.Send(RefusedPacket(why).SerializeAsString());
+    return closer_.CloseConnection(channel.TakeSocket());
+  }
   const SessionId id{next_session_++};
   Session& session =
       sessions_
@@ -96,132 +97,15 @@ void Sessions::OnReadable(SessionId id, uint32_t events) {
     const auto found = sessions_.find(id);
     if (found == sessions_.end() || found->second.hung_up) return;
     auto packet = found->second.channel.Receive();
-    if (!packet.ok()) return HangUp(id, packet.status());
-    if (!packet->has_value()) return;
-    if (auto status = Handle(found->second, std::move(**packet)); !status.ok()) return HangUp(id, status);
-  }
-}
-
-absl::Status Sessions::Handle(Session& session, Packet packet) {
-  v1::ClientPacket message;
-  if (!message.ParseFromString(packet.payload)) return ProtocolError("a packet is no ClientPacket");
-  if (session.wire_id.empty() != message.has_hello()) return ProtocolError("Hello comes first, and once");
-  switch (message.packet_case()) {
-    case v1::ClientPacket::kHello:
-      return OnHello(session, message.hello(), std::move(packet.descriptors));
-    case v1::ClientPacket::kCellsMapped:
-      return OnCellsMapped(session, message.cells_mapped());
-    case v1::ClientPacket::kReleased:
-      return OnReleased(session, message.released());
-    case v1::ClientPacket::kLeaseFailed:
-      return OnLeaseFailed(session, message.lease_failed());
-    case v1::ClientPacket::PACKET_NOT_SET:
-      break;
-  }
-  return ProtocolError("a packet of a kind that this version does not know");
-}
-
-absl::Status Sessions::OnHello(Session& session, const v1::Hello& hello, std::vector<UniqueFd> descriptors) {
-  if (hello.protocol_version() != kProtocolVersion) {
-    return Refuse(absl::StatusCode::kFailedPrecondition, "PROTOCOL_VERSION",
-                  absl::StrCat("the client speaks version ", hello.protocol_version(),
-                               " of the page channel, this daemon ", kProtocolVersion));
-  }
-  const std::string& name = hello.client_name();
-  if (name.size() > kMaxClientNameBytes ||
-      !std::all_of(name.begin(), name.end(), [](unsigned char c) { return absl::ascii_isprint(c); })) {
-    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HELLO", "the client's name is too long or not printable");
-  }
-  if (descriptors.size() != 1) {
-    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HELLO", "Hello comes with one descriptor, a pidfd");
-  }
-  const auto pid = PidOfPidfd(descriptors[0].get());
-  if (!pid.ok() || *pid != session.peer.pid) {
-    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HELLO",
-                  absl::StrCat("the descriptor is no pidfd of the client's own pid ", session.peer.pid));
-  }
-  session.pidfd = std::move(descriptors[0]);
-  if (auto status = loop_.Watch(session.pidfd.get(), EPOLLIN, [this, id = session.id](uint32_t) { End(id); });
-      !status.ok()) {
-    return status;
-  }
-  loop_.CancelTimer(session.hello_timer);
-  session.wire_id = RandomSessionId();
-  by_wire_id_.emplace(session.wire_id, session.id);
-  v1::DaemonPacket packet;
-  v1::Welcome& welcome = *packet.mutable_welcome();
-  welcome.set_session_id(session.wire_id);
-  welcome.set_epoch(identity_.epoch);
-  welcome.set_driver(identity_.driver);
-  welcome.set_sim_directory(identity_.sim_directory);
-  tell_(SessionOpened{session.id, session.peer.pid, session.peer.uid, name});
-  return Send(session, packet);
-}
-
-absl::StatusOr<Sessions::Lease*> Sessions::LeaseOf(Session& session, LeaseId id) {
-  const auto lease = leases_.find(id);
-  // Ended meanwhile: the client's packet crossed our LeaseEnded.
-  if (lease == leases_.end()) return nullptr;
-  if (lease->second.session != session.id) {
-    return ProtocolError(absl::StrCat("lease ", id.value, " belongs to another session"));
-  }
-  return &lease->second;
-}
-
-absl::Status Sessions::OnCellsMapped(Session& session, const v1::CellsMapped& mapped) {
-  if (auto status = session.credit.OnAcknowledged(); !status.ok()) return status;
-  PacketInFlight packet = std::move(session.in_flight.front());
-  session.in_flight.pop_front();
-  const LeaseId id{mapped.lease_id()};
-  if (id != packet.lease || mapped.generation() != packet.generation ||
-      !std::equal(mapped.cells().begin(), mapped.cells().end(), packet.cells.begin(), packet.cells.end())) {
-    return ProtocolError("CellsMapped does not answer the oldest Cells");
-  }
-  auto lease = LeaseOf(session, id);
-  if (!lease.ok()) return lease.status();
-  if (*lease != nullptr) {
-    for (size_t i = 0; i < packet.cells.size(); ++i) (*lease)->mapped[packet.cells[i]] = packet.bytes[i];
-    (*lease)->packets -= 1;
-    if (packet.last) tell_(LeaseMapped{id, packet.generation});
-  }
-  Pump(session);
-  return absl::OkStatus();
-}
-
-absl::Status Sessions::OnReleased(Session& session, const v1::Released& released) {
-  const LeaseId id{released.lease_id()};
-  auto lease = LeaseOf(session, id);
-  if (!lease.ok()) return lease.status();
-  if (*lease == nullptr) return absl::OkStatus();
-  // The answer to a Revoke that was taken back and given again.
-  if (released.generation() < (*lease)->generation) return absl::OkStatus();
-  // Nothing was sent yet where the generation is 0.
-  if (released.generation() > (*lease)->generation || (*lease)->packets > 0 || released.generation() == 0) {
-    return ProtocolError(absl::StrCat("generation ", released.generation(), " of lease ", id.value,
-                                      " was released before it was all acknowledged"));
-  }
-  for (uint32_t cell : released.cells()) {
-    if ((*lease)->held.erase(cell) == 0) {
-      return ProtocolError(absl::StrCat("cell ", cell, " of lease ", id.value, " was released, but not held"));
+    if (!packet.ok()) {
+      closer_.Close(found->second.channel.TakeRefused());
+      return HangUp(id, packet.status());
     }
-    (*lease)->mapped.erase(cell);
+    if (!packet->has_value()) return;
+    const absl::Status status = Handle(found->second, **packet);
+    closer_.Close(std::move((*packet)->descriptors));
+    if (!status.ok()) return HangUp(id, status);
   }
-  if ((*lease)->held.empty()) tell_(LeaseReleased{id, released.generation()});
-  return absl::OkStatus();
-}
-
-absl::Status Sessions::OnLeaseFailed(Session& session, const v1::LeaseFailed& failed) {
-  const LeaseId id{failed.lease_id()};
-  auto lease = LeaseOf(session, id);
-  if (!lease.ok()) return lease.status();
-  if (*lease == nullptr) return absl::OkStatus();
-  (*lease)->held.clear();
-  const absl::Status status =
-      Refuse(absl::StatusCode::kAborted, failed.reason().empty() ? "LEASE_FAILED" : failed.reason(),
-             absl::StrCat("pid ", session.peer.pid, " could not map: ", failed.message()));
-  spdlog::warn("lease {} failed: {}", id.value, absl::CEscape(status.message()));
-  tell_(LeaseFailed{id, status, /*by_client=*/true});
-  return absl::OkStatus();
 }
 
 // ---- Sending. ----
@@ -357,16 +241,12 @@ void Sessions::HangUp(SessionId id, const absl::Status& why) {
   Session& session = found->second;
   if (ReasonOf(why) != "HANG_UP") {
     spdlog::warn("session {} of pid {} ends: {}", id.value, session.peer.pid, why.ToString());
-    v1::DaemonPacket packet;
-    packet.mutable_refused()->set_code(absl::StatusCodeToString(why.code()));
-    packet.mutable_refused()->set_reason(ReasonOf(why));
-    packet.mutable_refused()->set_message(std::string(why.message()));
     // Told if it can be told; the session ends in any case.
-    (void)session.channel.Send(packet.SerializeAsString());
+    (void)session.channel.Send(RefusedPacket(why).SerializeAsString());
   }
   loop_.CancelTimer(session.hello_timer);
   loop_.Unwatch(session.channel.fd());
-  session.channel.TakeSocket().reset();
+  closer_.CloseConnection(session.channel.TakeSocket());
   session.hung_up = true;
   session.queued.clear();
   const bool may_hold_cells = std::any_of(session.leases.begin(), session.leases.end(),
@@ -381,7 +261,10 @@ void Sessions::End(SessionId id) {
   if (found == sessions_.end()) return;
   Session& session = found->second;
   loop_.CancelTimer(session.hello_timer);
-  if (!session.hung_up) loop_.Unwatch(session.channel.fd());
+  if (!session.hung_up) {
+    loop_.Unwatch(session.channel.fd());
+    closer_.CloseConnection(session.channel.TakeSocket());
+  }
   if (session.pidfd.valid()) loop_.Unwatch(session.pidfd.get());
   const bool was_open = !session.wire_id.empty();
   by_wire_id_.erase(session.wire_id);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/closer.h"
 #include "daemon/events.h"
 #include "daemon/ids.h"
 #include "daemon/loop.h"
@@ -48,7 +49,8 @@ class Sessions {
   Sessions(Loop& loop, DaemonIdentity identity, std::function<void(const Event&)> tell);
   ~Sessions();
 
-  // A new connection: it has kHelloDeadline to introduce itself.
+  // A new connection: it has kHelloDeadline to introduce itself. A process that has 64 already is
+  // refused (RESOURCE_EXHAUSTED/SESSION_LIMIT), lest it leave no descriptors for others.
   void Add(UniqueFd connection, const PeerIdentity& peer);
 
   // The session that the wire's 128 bits name; PERMISSION_DENIED/SESSION_OWNER where it is not one of
@@ -105,8 +107,8 @@ class Sessions {
   };
 
   void OnReadable(SessionId id, uint32_t events);
-  absl::Status Handle(Session& session, Packet packet);
-  absl::Status OnHello(Session& session, const v1::Hello& hello, std::vector<UniqueFd> descriptors);
+  absl::Status Handle(Session& session, Packet& packet);
+  absl::Status OnHello(Session& session, const v1::Hello& hello, std::vector<UniqueFd>& descriptors);
   absl::Status OnCellsMapped(Session& session, const v1::CellsMapped& mapped);
   absl::Status OnReleased(Session& session, const v1::Released& released);
   absl::Status OnLeaseFailed(Session& session, const v1::LeaseFailed& failed);
@@ -123,6 +125,7 @@ class Sessions {
   std::map<SessionId, Session> sessions_;
   std::map<std::string, SessionId> by_wire_id_;
   std::map<LeaseId, Lease> leases_;
+  Closer closer_;
   uint64_t next_session_ = 1;
 };
 

@@ -215,22 +215,26 @@ absl::StatusOr<std::optional<Packet>> PageChannel::Receive() {
   if (bytes < 0 && errno == EAGAIN) return std::nullopt;
   if (bytes < 0) return ErrnoStatus(errno, "recvmsg on the page channel");
   Packet packet{std::string(payload, bytes), TakeDescriptors(message)};
-  if (bytes == 0) return HangUp();
+  if (bytes == 0) {
+    refused_ = std::move(packet.descriptors);  // an empty packet, which ends the channel as a hang-up does
+    return HangUp();
+  }
+  absl::Status refused;
+  const size_t count = packet.descriptors.size();
   if ((message.msg_flags & MSG_CTRUNC) != 0) {
-    return Refuse(StatusCode::kResourceExhausted, "DESCRIPTOR_LIMIT",
-                  absl::StrCat("only ", packet.descriptors.size(),
-                               " descriptors of a packet could be opened; raise RLIMIT_NOFILE"));
+    refused = Refuse(StatusCode::kResourceExhausted, "DESCRIPTOR_LIMIT",
+                     absl::StrCat("only ", count, " descriptors of a packet could be opened; raise RLIMIT_NOFILE"));
+  } else if ((message.msg_flags & MSG_TRUNC) != 0) {
+    refused = Refuse(StatusCode::kInvalidArgument, "PACKET_TOO_LARGE",
+                     absl::StrCat("the other side sent a packet of over ", kMaxPacketBytes, " bytes"));
+  } else if (count > kMaxPacketDescriptors) {
+    refused = Refuse(
+        StatusCode::kInvalidArgument, "TOO_MANY_DESCRIPTORS",
+        absl::StrCat("the other side sent ", count, " descriptors in a packet; at most ", kMaxPacketDescriptors));
   }
-  if ((message.msg_flags & MSG_TRUNC) != 0) {
-    return Refuse(StatusCode::kInvalidArgument, "PACKET_TOO_LARGE",
-                  absl::StrCat("the other side sent a packet of over ", kMaxPacketBytes, " bytes"));
-  }
-  if (packet.descriptors.size() > kMaxPacketDescriptors) {
-    return Refuse(StatusCode::kInvalidArgument, "TOO_MANY_DESCRIPTORS",
-                  absl::StrCat("the other side sent ", packet.descriptors.size(), " descriptors in a packet; at most ",
-                               kMaxPacketDescriptors));
-  }
-  return packet;
+  if (refused.ok()) return packet;
+  refused_ = std::move(packet.descriptors);
+  return refused;
 }
 
 UniqueFd PageChannel::TakeSocket() {

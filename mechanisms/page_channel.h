@@ -61,10 +61,12 @@ class PageChannel {
 
   // The next packet; nothing where none has come yet. Errors, each of which ends the channel:
   //  UNAVAILABLE/HANG_UP: the peer closed, everything it sent before has been received;
-  //  RESOURCE_EXHAUSTED/DESCRIPTOR_LIMIT: this process may not open the descriptors that came; those that were opened
-  //  are closed again;
+  //  RESOURCE_EXHAUSTED/DESCRIPTOR_LIMIT: this process may not open the descriptors that came;
   //  INVALID_ARGUMENT/PACKET_TOO_LARGE, TOO_MANY_DESCRIPTORS: the peer does not keep to the limits.
   absl::StatusOr<std::optional<Packet>> Receive();
+  // The descriptors of the packet that Receive refused. They go with the channel otherwise; but closing a descriptor of
+  // somebody else's making can take long, so a loop closes them elsewhere.
+  std::vector<UniqueFd> TakeRefused() { return std::move(refused_); }
 
   // For poll; borrowed.
   int fd() const { return socket_.get(); }
@@ -78,6 +80,7 @@ class PageChannel {
 
   UniqueFd socket_;
   std::deque<Packet> queue_;
+  std::vector<UniqueFd> refused_;
 };
 
 // Accounts for packets with descriptors that the peer has not acknowledged. Pure; the sender of descriptors asks it.

@@ -176,10 +176,12 @@ TEST_CASE("A peer that does not keep to the limits is noticed, and none of its d
   const int before = OpenDescriptors();
   SendRaw(sockets.right.get(), 65537, {file.get()});
   CHECK(Outcome(channel.Receive().status()) == "INVALID_ARGUMENT/PACKET_TOO_LARGE");
+  CHECK(channel.TakeRefused().size() == 1);
   SendRaw(sockets.right.get(), 1, std::vector<int>(65, file.get()));
   CHECK(Outcome(channel.Receive().status()) == "INVALID_ARGUMENT/TOO_MANY_DESCRIPTORS");
   SendRaw(sockets.right.get(), 1, std::vector<int>(253, file.get()));
   CHECK(Outcome(channel.Receive().status()) == "INVALID_ARGUMENT/TOO_MANY_DESCRIPTORS");
+  CHECK(channel.TakeRefused().size() == 253);
   CHECK(OpenDescriptors() == before);
 }
 
@@ -192,6 +194,7 @@ TEST_CASE("A process that may not open the descriptors of a packet is told so an
     const rlimit limit{static_cast<rlim_t>(before + 20), static_cast<rlim_t>(before + 20)};
     if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return 1;
     if (Outcome(channels.right.Receive().status()) != "RESOURCE_EXHAUSTED/DESCRIPTOR_LIMIT") return 2;
+    channels.right.TakeRefused();
     return OpenDescriptors() == before ? 0 : 3;
   });
   CHECK(child == 0);

@@ -3,7 +3,9 @@
 // The daemon's side of the page channel against clients that keep to the protocol, and clients that do not.
 #include "daemon/sessions.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -301,6 +303,13 @@ TEST_CASE("Who breaks the protocol is told how and loses its session, and nobody
     Greet(channel);
     Send(channel, Hello());
   }
+  SECTION("descriptors with a packet that takes none") {
+    Greet(channel);
+    v1::ClientPacket packet;
+    packet.mutable_released()->set_lease_id(1);
+    const UniqueFd file(memfd_create("x", MFD_CLOEXEC));
+    Send(channel, packet, {file.get(), file.get()});
+  }
   SECTION("no message at all") { REQUIRE(channel.Send("\xff\xff\xff").ok()); }
   SECTION("an acknowledgement of nothing") {
     Greet(channel);
@@ -340,6 +349,102 @@ TEST_CASE("Who breaks the protocol is told how and loses its session, and nobody
     Send(channel, packet);
   }
   CHECK(RefusedWith(channel) == expected);
+  CHECK(NothingComes(other));
+}
+
+// A connected TCP socket whose last close waits for `linger_seconds`, as its peer reads nothing of what it was sent.
+struct LingeringSocket {
+  UniqueFd peer;
+  UniqueFd socket;
+};
+
+LingeringSocket MakeLingeringSocket(int linger_seconds) {
+  const UniqueFd listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  LingeringSocket made{.peer = UniqueFd(), .socket = UniqueFd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0))};
+  const bool listens = bind(listener.get(), generic, length) == 0 && listen(listener.get(), 1) == 0 &&
+                       getsockname(listener.get(), generic, &length) == 0;
+  if (!listens || connect(made.socket.get(), generic, length) != 0) throw std::runtime_error("no TCP on loopback");
+  made.peer = UniqueFd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  const linger lingers{.l_onoff = 1, .l_linger = linger_seconds};
+  (void)setsockopt(made.socket.get(), SOL_SOCKET, SO_LINGER, &lingers, sizeof(lingers));
+  const std::vector<char> bytes(1 << 20);
+  while (send(made.socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+  }
+  return made;
+}
+
+TEST_CASE("A descriptor whose close takes long, sent in place of any other, holds nobody else up") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  LingeringSocket lingering = MakeLingeringSocket(5);
+  const int descriptor = lingering.socket.get();
+  std::vector<std::pair<std::string, std::vector<int>>> packets;
+  v1::ClientPacket released;
+  released.mutable_released();
+  SECTION("as the pidfd of a Hello") { packets = {{Hello().SerializeAsString(), {descriptor}}}; }
+  SECTION("with a packet that takes none") {
+    Greet(channel);
+    packets = {{released.SerializeAsString(), {descriptor}}};
+  }
+  SECTION("with no message") { packets = {{"\xff", {descriptor}}}; }
+  SECTION("behind what ended the session, never read") {
+    packets = {{"\xff", {}}, {Hello().SerializeAsString(), {descriptor}}};
+  }
+  // On the loop, so that it reads nothing before the sender's own descriptor is closed: the last close is its affair.
+  rig.OnLoop([&] {
+    for (const auto& [payload, descriptors] : packets) (void)channel.Send(payload, descriptors);
+    lingering.socket.reset();
+  });
+  const absl::Time start = MonotonicNow();
+  (void)RefusedWith(channel);
+  PageChannel other = rig.Connect();
+  Greet(other);
+  CHECK(MonotonicNow() - start < absl::Seconds(2));
+  // A close that no longer waits, so that the process ends soon.
+  lingering.peer.reset();
+}
+
+TEST_CASE("A process opens 64 page channels and no more, until one of them ends") {
+  Rig rig;
+  std::vector<PageChannel> channels;
+  for (int i = 0; i < 64; ++i) {
+    channels.push_back(rig.Connect());
+    if (i % 2 == 0) Greet(channels.back());
+  }
+  PageChannel refused = rig.Connect();
+  CHECK(RefusedWith(refused) == "SESSION_LIMIT");
+  rig.Events(32);
+  channels.pop_back();
+  channels.pop_back();
+  // The last but one had said Hello: its end is told.
+  rig.Events(33);
+  PageChannel fresh = rig.Connect();
+  Greet(fresh);
+}
+
+TEST_CASE("A client that never reads loses its session once its queue is full, and its lease with it") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  const std::string wire_id = Greet(channel);
+  PageChannel other = rig.Connect();
+  Greet(other);
+  rig.Events(2);
+  rig.OnLoop([&] {
+    const SessionId session = *rig.sessions().Find(wire_id, {getpid(), getuid(), getgid()});
+    // Each grant and each end of a lease is a packet; the socket takes a few hundred, the queue 1,024.
+    for (uint64_t lease = 1; lease <= 2000; ++lease) {
+      v1::LeaseGranted grant;
+      grant.set_lease_id(lease);
+      rig.sessions().GrantLease(session, grant);
+      if (rig.sessions().Word(LeaseId{lease}) != nullptr) rig.sessions().EndLease(LeaseId{lease}, "RELEASED", "");
+    }
+  });
+  CHECK(std::holds_alternative<SessionEnded>(rig.Events(3).at(2)));
   CHECK(NothingComes(other));
 }
 
