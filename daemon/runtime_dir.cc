@@ -21,6 +21,22 @@ namespace {
 
 constexpr size_t kMaxSocketPathBytes = 107;  // sun_path, without its terminator
 
+// Makes what is missing of `path`, writable by nobody but its owner whatever the umask: who may write in the folder of
+// a socket may put another socket in its place.
+absl::Status MakeDirectories(const std::filesystem::path& path) {
+  std::filesystem::path made;
+  for (const std::filesystem::path& part : path) {
+    made /= part;
+    if (part.empty() || mkdir(made.c_str(), 0755) == 0 || errno == EEXIST) continue;
+    const int error = errno;
+    std::error_code ignored;
+    // A folder above may be read-only, or not ours, and there.
+    if (std::filesystem::is_directory(made, ignored)) continue;
+    return ErrnoStatus(error, absl::StrCat("making the runtime directory ", path.string()));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 std::string DefaultRuntimeDir() {
@@ -41,9 +57,7 @@ absl::StatusOr<UniqueFd> ClaimRuntimeDir(const std::string& path) {
                   absl::StrCat("the runtime directory '", path, "' is too long: a socket's path has at most ",
                                kMaxSocketPathBytes, " bytes"));
   }
-  std::error_code error;
-  std::filesystem::create_directories(path, error);
-  if (error) return ErrnoStatus(error.value(), absl::StrCat("making the runtime directory ", path));
+  if (auto status = MakeDirectories(path); !status.ok()) return status;
   const std::string lock_path = absl::StrCat(path, "/lock");
   UniqueFd lock(open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0640));
   if (!lock.valid()) return ErrnoStatus(errno, absl::StrCat("opening ", lock_path));
