@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <csignal>
@@ -82,7 +83,10 @@ ScratchDirectory::~ScratchDirectory() {
   fs::remove_all(path_, ignored);
 }
 
-DaemonRig::DaemonRig(std::vector<std::string> flags) : flags_(std::move(flags)), runtime_dir_(Path("run")) { Start(); }
+DaemonRig::DaemonRig(std::vector<std::string> flags, std::vector<std::string> launcher)
+    : flags_(std::move(flags)), launcher_(std::move(launcher)), runtime_dir_(Path("run")) {
+  Start();
+}
 
 DaemonRig::~DaemonRig() {
   if (daemon_ != nullptr && std::uncaught_exceptions() > 0) {
@@ -94,10 +98,12 @@ DaemonRig::~DaemonRig() {
 }
 
 std::vector<std::string> DaemonRig::DaemonCommand() const {
-  std::vector<std::string> command = {ProgramPath("residencyd"), "--runtime_dir", runtime_dir_};
+  std::vector<std::string> command = launcher_;
+  command.insert(command.end(), {ProgramPath("residencyd"), "--runtime_dir", runtime_dir_});
   if (OnSim()) {
-    for (const char* flag : {"--driver=sim", "--sim_device_bytes", kSimDeviceBytes, "--device_reserve=0"}) {
-      command.push_back(flag);
+    command.insert(command.end(), {"--driver=sim", "--device_reserve=0"});
+    if (std::find(flags_.begin(), flags_.end(), "--sim_device_bytes") == flags_.end()) {
+      command.insert(command.end(), {"--sim_device_bytes", kSimDeviceBytes});
     }
   } else {
     command.push_back("--driver=cuda");

@@ -51,7 +51,8 @@ class ScratchDirectory {
 
 class DaemonRig {
  public:
-  explicit DaemonRig(std::vector<std::string> flags = {});
+  // `launcher` is the command of a program that ends in an exec of the daemon's, which it is given.
+  explicit DaemonRig(std::vector<std::string> flags = {}, std::vector<std::string> launcher = {});
   // Ends the daemon; shows its log where the test has failed.
   ~DaemonRig();
   DaemonRig(const DaemonRig&) = delete;
@@ -89,6 +90,7 @@ class DaemonRig {
   std::string NewErrorPath();
 
   const std::vector<std::string> flags_;
+  const std::vector<std::string> launcher_;
   const ScratchDirectory directory_;
   const std::string runtime_dir_;
   std::unique_ptr<TestProcess> daemon_;

@@ -5,11 +5,13 @@
 //   hash   the SHA-256 of each tensor as it is on the device, and its address, read inside one use
 //   use    begins a use and keeps it
 //   leave  ends that use
+//   elsewhere  makes the context of the last GPU current on the thread that does all this, once and for all
 //
 //   reader_client RUNTIME_DIR MODEL
 #include <openssl/sha.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -20,6 +22,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
+#include "mechanisms/device.h"
+#include "mechanisms/open_driver.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -58,8 +62,24 @@ Json Hash(Lease& lease) {
   return {{"generation", lease.generation()}, {"sha256", tensors}, {"addresses", addresses}};
 }
 
-Json Obey(const std::string& command, Lease& lease, std::optional<Use>& kept) {
+// What a program that uses several GPUs does; the library has to find its own.
+Json GoElsewhere(const std::string& runtime_dir) {
+  const char* name = std::getenv("RESIDENCY_TEST_DRIVER");
+  const auto kind = ParseDriverKind(name == nullptr || *name == '\0' ? "sim" : name);
+  if (!kind.ok()) return ErrorJson(kind.status());
+  static const auto driver = OpenDriver(*kind, SimOptions{.directory = runtime_dir + "/sim"});
+  if (!driver.ok()) return ErrorJson(driver.status());
+  const auto count = Device::Count(*driver);
+  if (!count.ok()) return ErrorJson(count.status());
+  static const auto device = Device::Open(*driver, *count - 1);
+  if (!device.ok()) return ErrorJson(device.status());
+  const absl::Status current = (*device)->MakeCurrent();
+  return current.ok() ? Json::object() : ErrorJson(current);
+}
+
+Json Obey(const std::string& command, const std::string& runtime_dir, Lease& lease, std::optional<Use>& kept) {
   if (command == "hash") return Hash(lease);
+  if (command == "elsewhere") return GoElsewhere(runtime_dir);
   if (command == "leave") {
     kept.reset();
     return Json::object();
@@ -86,7 +106,7 @@ int Main(const std::string& runtime_dir, const std::string& model) {
   }
   Answer({{"lease_id", lease->id()}});
   std::optional<Use> kept;
-  for (std::string command; std::getline(std::cin, command);) Answer(Obey(command, *lease, kept));
+  for (std::string command; std::getline(std::cin, command);) Answer(Obey(command, runtime_dir, *lease, kept));
   return 0;
 }
 
