@@ -101,6 +101,7 @@ absl::Status Arena::Remove(const std::vector<uint32_t>& cells, RealizeReport& re
     if (auto status = device_.Unmap(begin, end - begin); !status.ok()) return status;
     for (size_t i = first; i <= last; ++i) {
       auto node = mapped_.extract(cells[i]);
+      unopened_.erase(cells[i]);
       report.unmapped_bytes += node.mapped().memory.bytes();
       pool_.Put(std::move(node.mapped()));
     }
@@ -149,15 +150,20 @@ absl::Status Arena::MapCell(uint32_t cell) {
     pool_.Put(*std::move(taken));
     return status;
   }
-  status = device_.SetAccess(address, bytes, Access::kReadWrite);
-  if (status.ok() || !device_.Unmap(address, bytes).ok()) {
-    // Also a cell that could be mapped, but neither opened nor unmapped, is under the span now, and is
-    // counted and tried again as such.
-    mapped_.emplace(cell, *std::move(taken));
-  } else {
+  status = OpenCell(cell);
+  if (!status.ok() && device_.Unmap(address, bytes).ok()) {
     pool_.Put(*std::move(taken));
+    return status;
   }
+  // Also a cell that could be mapped, but neither opened nor unmapped, is under the span now, and is counted and
+  // tried again as such.
+  mapped_.emplace(cell, *std::move(taken));
+  if (!status.ok()) unopened_.insert(cell);
   return status;
+}
+
+absl::Status Arena::OpenCell(uint32_t cell) {
+  return device_.SetAccess(AddressOf(cell), layout_.cells[cell].bytes, Access::kReadWrite);
 }
 
 absl::Status Arena::Fill(uint32_t cell, std::span<const Source* const> sources) {
@@ -169,6 +175,11 @@ absl::Status Arena::Fill(uint32_t cell, std::span<const Source* const> sources) 
 absl::StatusOr<std::vector<uint32_t>> Arena::FindWrong(const std::vector<uint32_t>& cells,
                                                        std::span<const Source* const> sources) {
   if (cells.empty()) return std::vector<uint32_t>();
+  // A kernel that touched one of these would cost the device its context.
+  while (!unopened_.empty()) {
+    if (auto status = OpenCell(*unopened_.begin()); !status.ok()) return status;
+    unopened_.erase(unopened_.begin());
+  }
   std::vector<DigestItem> items;
   for (uint32_t cell : cells) {
     items.push_back({.address = AddressOf(cell), .word_count = layout_.cells[cell].bytes / 8, .first_index = 0});

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <stop_token>
 #include <vector>
@@ -114,6 +115,7 @@ class Arena {
   absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
                    const std::stop_token& stop, RealizeReport& report);
   absl::Status MapCell(uint32_t cell);
+  absl::Status OpenCell(uint32_t cell);
   absl::Status Fill(uint32_t cell, std::span<const Source* const> sources);
   absl::Status Refill(const std::vector<uint32_t>& wrong, std::span<const Source* const> sources);
   absl::StatusOr<std::vector<uint32_t>> FindWrong(const std::vector<uint32_t>& cells,
@@ -127,7 +129,8 @@ class Arena {
   AddressRange span_;
   Stream stream_;
   std::map<uint32_t, Cell> mapped_;  // the cells that lie under the span, by index
-  bool busy_ = false;                // work may still run on stream_
+  std::set<uint32_t> unopened_;  // those of them that the device may not touch: opening failed, and so did unmapping
+  bool busy_ = false;            // work may still run on stream_
   bool broken_ = false;
 };
 

@@ -288,6 +288,29 @@ TEST_CASE("An activation that fails and cannot be undone either breaks the arena
   CHECK(rig.arena->Measure().device_bytes == 0);
 }
 
+TEST_CASE("A verify touches no cell that could be neither opened nor unmapped, and opens it when it can") {
+  static bool refuses;
+  Driver driver = TestDriver();
+  driver.cuMemSetAccess = [](CUdeviceptr address, size_t size, const CUmemAccessDesc* access, size_t count) {
+    return refuses ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemSetAccess(address, size, access, count);
+  };
+  driver.cuMemUnmap = [](CUdeviceptr address, size_t size) {
+    return refuses ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemUnmap(address, size);
+  };
+  refuses = false;
+  Rig rig(driver);
+  refuses = true;
+  CHECK(std::string(rig.Realize(AllResident(rig.layout)).status().message()).starts_with("cuMemSetAccess"));
+  CHECK(rig.arena->broken());
+  CHECK(rig.arena->Measure().device_bytes == 4 * kMiB);
+  CHECK(std::string(rig.arena->Verify(rig.sources()).status().message()).starts_with("cuMemSetAccess"));
+  CHECK(rig.device->Lost().ok());
+  refuses = false;
+  CHECK(rig.arena->Verify(rig.sources())->refilled_cells == 1);
+  CHECK(rig.Realize(NoneResident(rig.layout)).ok());
+  CHECK(rig.arena->Measure().device_bytes == 0);
+}
+
 // What is asked to stop when the k-th copy is enqueued; counted as above.
 std::stop_source* stop_at_failure = nullptr;
 
