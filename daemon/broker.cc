@@ -62,7 +62,9 @@ Broker::Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gp
       arbiter_(ArbiterOptionsOf(options_, gpus_)),
       recorder_(std::move(recorder)),
       sessions_(loop, options_.identity, [this](const Event& event) { Feed(event); }),
-      loader_(std::move(loader)) {}
+      loader_(std::move(loader)) {
+  for (auto& gpu : gpus_) gpu->OnLost([this](const absl::Status& status) { NoteLoss(status); });
+}
 
 Broker::~Broker() {
   for (auto& [id, copy] : copies_) copy->cancelled = true;
@@ -83,8 +85,8 @@ RequestId Broker::Expect(Done done) {
 
 // A daemon that is ending begins nothing new.
 RequestId Broker::Ask(RequestId request, const Event& event) {
-  if (shutting_down_) {
-    Answer({request, Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"), {}});
+  if (!ending_.ok()) {
+    Answer({request, ending_, {}});
   } else {
     Feed(event);
   }
@@ -96,15 +98,26 @@ void Broker::Answer(const Reply& reply) {
   progress_.erase(reply.request);
   // The core agreed, or refused: in either case nothing waits for it any more.
   loading_.erase(reply.request);
-  if (node.empty()) return;
   NoteLoss(reply.status);
-  node.mapped()(reply);
+  if (node.empty()) return;
+  // What was done on a GPU that is lost meanwhile is not there any more.
+  const bool lost = ReasonOf(ending_) == "DEVICE_LOST";
+  node.mapped()(lost ? Reply{reply.request, ending_, {}} : reply);
 }
 
 void Broker::NoteLoss(const absl::Status& status) {
-  if (ReasonOf(status) != "DEVICE_LOST" || std::exchange(lost_told_, true)) return;
+  if (ReasonOf(status) != "DEVICE_LOST" || ReasonOf(ending_) == "DEVICE_LOST") return;
   spdlog::critical("a GPU's context is lost: {}", status.ToString());
+  ending_ = status;
+  RefuseWaiting();
+  Changed();
   if (lost_) lost_(status);
+}
+
+void Broker::RefuseWaiting() {
+  std::vector<RequestId> waiting;
+  for (const auto& [request, done] : done_) waiting.push_back(request);
+  for (RequestId request : waiting) Answer({request, ending_, {}});
 }
 
 RequestId Broker::Register(RegisterOptions options, Progress progress, Done done) {
@@ -176,14 +189,12 @@ void Broker::Cancel(RequestId request) {
 }
 
 void Broker::ShutDown() {
-  shutting_down_ = true;
+  if (ending_.ok()) {
+    ending_ = Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down");
+  }
   // Nobody will see what is on its way to a GPU, and the end need not wait for it.
   for (const auto& gpu : gpus_) gpu->CancelRealize();
-  std::vector<RequestId> waiting;
-  for (const auto& [request, done] : done_) waiting.push_back(request);
-  for (RequestId request : waiting) {
-    Answer({request, Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"), {}});
-  }
+  RefuseWaiting();
 }
 
 // ---- The core. ----
@@ -215,29 +226,22 @@ void Broker::Do(const MeasureDevice& effect) {
     for (const auto& [id, lease] : arbiter_.records().leases) {
       if (arbiter_.records().models.at(lease.model).device == device && IsInUse(id)) event.leases_in_use.push_back(id);
     }
-    NoteLoss(measured.status);
     Feed(event);
   });
 }
 
 void Broker::Do(const RealizePlan& effect) {
   GpuOf(models_.at(effect.model)->device)
-      .Realize(effect.model, effect.plan, SourcesOf(effect.model), [this](const PlanRealized& event) {
-        NoteLoss(event.status);
-        Feed(event);
-      });
+      .Realize(effect.model, effect.plan, SourcesOf(effect.model), [this](const PlanRealized& event) { Feed(event); });
   // What the core takes up next, after the transfer that the end has stopped.
-  if (shutting_down_) GpuOf(models_.at(effect.model)->device).CancelRealize();
+  if (!ending_.ok()) GpuOf(models_.at(effect.model)->device).CancelRealize();
 }
 
 void Broker::Do(const CancelRealize& effect) { GpuOf(models_.at(effect.model)->device).CancelRealize(); }
 
 void Broker::Do(const VerifyCells& effect) {
   GpuOf(models_.at(effect.model)->device)
-      .Verify(effect.model, SourcesOf(effect.model), [this](const CellsVerified& event) {
-        NoteLoss(event.status);
-        Feed(event);
-      });
+      .Verify(effect.model, SourcesOf(effect.model), [this](const CellsVerified& event) { Feed(event); });
 }
 
 void Broker::Do(const TrimPool& effect) { GpuOf(effect.device).Trim(); }

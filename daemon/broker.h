@@ -94,6 +94,9 @@ class Broker {
 
   // Refuses what waits and what comes with UNAVAILABLE/SHUTTING_DOWN.
   void ShutDown();
+  // What every request is refused with from now on: UNAVAILABLE/SHUTTING_DOWN, or UNAVAILABLE/DEVICE_LOST once a GPU's
+  // context is lost. OK while there is neither.
+  const absl::Status& ending() const { return ending_; }
   // Called once if a GPU's context is lost: the process should end and say so.
   void OnLost(std::function<void(absl::Status)> lost) { lost_ = std::move(lost); }
 
@@ -125,6 +128,7 @@ class Broker {
   void Feed(const Event& event);
   void Changed();
   void NoteLoss(const absl::Status& status);
+  void RefuseWaiting();
 
   void Do(const Reply& effect) { Answer(effect); }
   void Do(const BuildMirrors& effect);
@@ -179,8 +183,7 @@ class Broker {
   std::map<uint64_t, std::function<void()>> watchers_;
   std::deque<Event> events_;  // that came up while one is being carried out
   bool feeding_ = false;
-  bool shutting_down_ = false;
-  bool lost_told_ = false;
+  absl::Status ending_;
   uint64_t next_request_ = 1;
   uint64_t next_watcher_ = 1;
   std::function<void(absl::Status)> lost_;

@@ -15,6 +15,7 @@
 namespace residency {
 
 absl::StatusOr<Broker::ModelView> Broker::Find(const std::string& name) const {
+  if (!ending_.ok()) return ending_;
   for (const auto& [id, record] : arbiter_.records().models) {
     if (record.name == name && models_.contains(id)) return ViewOf(id);
   }
@@ -28,6 +29,8 @@ Broker::ModelView Broker::ViewOf(ModelId id) const {
 }
 
 void Broker::GetStatus(const std::string& model, std::function<void(absl::StatusOr<v1::Status>)> done) {
+  // Not at once: whoever is told of a change may ask, and forget itself when it hears this.
+  if (!ending_.ok()) return loop_.Post([this, done = std::move(done)] { done(ending_); });
   struct Gathering {
     std::vector<GpuMeasurement> measured;
     size_t missing;
@@ -39,9 +42,9 @@ void Broker::GetStatus(const std::string& model, std::function<void(absl::Status
   gathering->done = std::move(done);
   for (size_t i = 0; i < gpus_.size(); ++i) {
     gpus_[i]->Measure([this, i, gathering, model](const GpuMeasurement& measurement) {
-      NoteLoss(measurement.status);
       gathering->measured[i] = measurement;
       if (--gathering->missing > 0) return;
+      if (!ending_.ok()) return gathering->done(ending_);
       if (!model.empty()) {
         if (const auto found = Find(model); !found.ok()) return gathering->done(found.status());
       }
@@ -58,7 +61,7 @@ v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMe
   daemon.set_pid(getpid());
   daemon.set_epoch(options_.identity.epoch);
   daemon.set_driver(options_.identity.driver);
-  daemon.set_serving(!shutting_down_ && !lost_told_);
+  daemon.set_serving(ending_.ok());
   daemon.set_uptime_seconds(absl::ToDoubleSeconds(now - started_));
   const auto oldest = arbiter_.oldest_transition();
   daemon.set_oldest_transition_seconds(oldest.has_value() ? absl::ToDoubleSeconds(now - *oldest) : 0);

@@ -32,14 +32,24 @@ void Gpu::Stop() {
   loop_.reset();
 }
 
-void Gpu::AddModel(ModelId model, const Layout& layout, std::function<void(absl::Status)> done) {
-  loop_->Post([this, model, &layout, done = std::move(done)]() mutable {
-    auto arena = memory_->Reserve(layout);
-    decision_.Post([this, model, arena = std::move(arena), done = std::move(done)]() mutable {
-      if (arena.ok()) arenas_.emplace(model, *std::move(arena));
-      done(arena.status());
-    });
+template <typename Work, typename Done>
+void Gpu::Run(Loop& loop, Work work, Done done) {
+  loop.Post([this, work = std::move(work), done = std::move(done)]() mutable {
+    auto result = work();
+    if (absl::Status lost = device().Lost(); !lost.ok()) {
+      decision_.Post([this, lost = std::move(lost)] { lost_(lost); });
+    }
+    decision_.Post([result = std::move(result), done = std::move(done)]() mutable { done(std::move(result)); });
   });
+}
+
+void Gpu::AddModel(ModelId model, const Layout& layout, std::function<void(absl::Status)> done) {
+  Run(
+      *loop_, [this, &layout] { return memory_->Reserve(layout); },
+      [this, model, done = std::move(done)](absl::StatusOr<std::unique_ptr<Arena>> arena) {
+        if (arena.ok()) arenas_.emplace(model, *std::move(arena));
+        done(arena.status());
+      });
 }
 
 void Gpu::RemoveModel(ModelId model, std::function<void(uint64_t)> done) {
@@ -47,44 +57,52 @@ void Gpu::RemoveModel(ModelId model, std::function<void(uint64_t)> done) {
   std::unique_ptr<Arena> arena = node.empty() ? nullptr : std::move(node.mapped());
   // Through the gauge, which may be asking about it just now.
   gauge_->Post([this, arena = std::move(arena), done = std::move(done)]() mutable {
-    loop_->Post([this, arena = std::move(arena), done = std::move(done)]() mutable {
-      const uint64_t device_bytes = arena == nullptr ? 0 : arena->Measure().device_bytes;
-      arena.reset();
-      decision_.Post([device_bytes, done = std::move(done)] { done(device_bytes); });
-    });
+    Run(
+        *loop_,
+        [arena = std::move(arena)]() mutable {
+          const uint64_t device_bytes = arena == nullptr ? 0 : arena->Measure().device_bytes;
+          arena.reset();
+          return device_bytes;
+        },
+        std::move(done));
   });
 }
 
 void Gpu::Realize(ModelId model, Plan plan, std::vector<const Source*> sources,
                   std::function<void(PlanRealized)> done) {
-  Arena* arena = arenas_.at(model).get();
   realizing_ = std::stop_source();
-  loop_->Post([this, model, arena, plan = std::move(plan), sources = std::move(sources), stop = realizing_.get_token(),
-               done = std::move(done)] {
-    PlanRealized realized = memory_->Realize(model, *arena, plan, sources, stop);
-    decision_.Post([realized = std::move(realized), done] { done(realized); });
-  });
+  Run(
+      *loop_,
+      [this, model, arena = arenas_.at(model).get(), plan = std::move(plan), sources = std::move(sources),
+       stop = realizing_.get_token()] { return memory_->Realize(model, *arena, plan, sources, stop); },
+      std::move(done));
 }
 
 void Gpu::Verify(ModelId model, std::vector<const Source*> sources, std::function<void(CellsVerified)> done) {
-  Arena* arena = arenas_.at(model).get();
-  loop_->Post([this, model, arena, sources = std::move(sources), done = std::move(done)] {
-    CellsVerified verified = memory_->Verify(model, *arena, sources);
-    decision_.Post([verified = std::move(verified), done] { done(verified); });
-  });
+  Run(
+      *loop_,
+      [this, model, arena = arenas_.at(model).get(), sources = std::move(sources)] {
+        return memory_->Verify(model, *arena, sources);
+      },
+      std::move(done));
 }
 
 void Gpu::Export(ModelId model, const Layout& layout,
                  std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done) {
-  Arena* arena = arenas_.at(model).get();
-  loop_->Post([this, arena, &layout, done = std::move(done)]() mutable {
-    auto cells = memory_->Export(*arena, layout);
-    decision_.Post([cells = std::move(cells), done = std::move(done)]() mutable { done(std::move(cells)); });
-  });
+  Run(
+      *loop_, [this, arena = arenas_.at(model).get(), &layout] { return memory_->Export(*arena, layout); },
+      std::move(done));
 }
 
 void Gpu::Trim() {
-  loop_->Post([this] { memory_->Trim(); });
+  // The device is asked for something afterwards, since giving memory back is what no driver refuses.
+  Run(
+      *loop_,
+      [this] {
+        memory_->Trim();
+        return device().Memory();
+      },
+      [](const absl::StatusOr<MemoryInfo>&) {});
 }
 
 void Gpu::Measure(std::function<void(GpuMeasurement)> done) { MeasureOn(*gauge_, std::move(done)); }
@@ -93,10 +111,8 @@ void Gpu::MeasureInOrder(std::function<void(GpuMeasurement)> done) { MeasureOn(*
 void Gpu::MeasureOn(Loop& loop, std::function<void(GpuMeasurement)> done) {
   std::map<ModelId, const Arena*> arenas;
   for (const auto& [model, arena] : arenas_) arenas.emplace(model, arena.get());
-  loop.Post([this, arenas = std::move(arenas), done = std::move(done)] {
-    GpuMeasurement measurement = memory_->Measure(arenas);
-    decision_.Post([measurement = std::move(measurement), done] { done(measurement); });
-  });
+  Run(
+      loop, [this, arenas = std::move(arenas)] { return memory_->Measure(arenas); }, std::move(done));
 }
 
 }  // namespace residency

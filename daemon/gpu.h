@@ -58,6 +58,10 @@ class Gpu {
   void Export(ModelId model, const Layout& layout, std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done);
   void Trim();
 
+  // Called on the decision loop, before the answer to what met it, when a sticky error was seen: see Device::Lost. May
+  // be called again. Set before anything else is asked.
+  void OnLost(std::function<void(const absl::Status&)> lost) { lost_ = std::move(lost); }
+
   // Asks the driver, on the gauge: what is there now, perhaps in the middle of a transition.
   void Measure(std::function<void(GpuMeasurement)> done);
   // Asks the driver, on the device loop: what is there when all that was told before is done. For decisions.
@@ -66,6 +70,9 @@ class Gpu {
  private:
   Gpu(DeviceId id, Loop& decision, std::unique_ptr<GpuMemory> memory)
       : id_(id), decision_(decision), memory_(std::move(memory)) {}
+  // Runs `work` on `loop` and hands what it returned to `done` on the decision loop.
+  template <typename Work, typename Done>
+  void Run(Loop& loop, Work work, Done done);
   void MeasureOn(Loop& loop, std::function<void(GpuMeasurement)> done);
 
   const DeviceId id_;
@@ -73,6 +80,7 @@ class Gpu {
   const std::unique_ptr<GpuMemory> memory_;
   std::stop_source realizing_;                        // of the last Realize
   std::map<ModelId, std::unique_ptr<Arena>> arenas_;  // the map is the decision loop's, the arenas the device loop's
+  std::function<void(const absl::Status&)> lost_ = [](const absl::Status&) {};
   std::unique_ptr<Loop> loop_;
   std::unique_ptr<Loop> gauge_;
 };

@@ -9,6 +9,7 @@
 #include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <csignal>
@@ -38,6 +39,8 @@ namespace {
 
 // How long calls have to end by themselves once the daemon is told to stop; they were answered before.
 constexpr absl::Duration kGrace = absl::Milliseconds(500);
+// After a GPU was lost the process is gone by then, whatever hangs.
+constexpr unsigned kLostGraceSeconds = 3;
 
 std::string RandomEpoch() {
   std::string bytes(16, '\0');
@@ -109,8 +112,11 @@ int Serve(const DaemonOptions& options, const sigset_t& signals) {
   std::atomic<bool> lost{false};
   RunOn(**loop, [&] {
     (*broker)->OnLost([&lost](const absl::Status&) {
-      // Nothing that this process could still do is right; the service manager starts a new one.
+      // Nothing that this process could still do is right; the service manager starts a new one. A lost GPU's driver
+      // may not return from a call, and somebody may wait for that call's answer.
       lost = true;
+      signal(SIGALRM, [](int) { _exit(1); });
+      alarm(kLostGraceSeconds);
       kill(getpid(), SIGTERM);
     });
     auto pages = Listener::Open(
@@ -138,17 +144,22 @@ int Serve(const DaemonOptions& options, const sigset_t& signals) {
   RunOn(**loop, [&] {
     grpc_listener.reset();
     pages_listener.reset();
-    service.ShutDown();
     (*broker)->ShutDown();
+    service.ShutDown();
   });
   server->Shutdown(absl::ToChronoTime(absl::Now() + kGrace));
   server->Wait();
+  // Giving back what a lost GPU held is work for a driver that fails at it or hangs; its memory goes with the process.
+  if (lost) {
+    spdlog::shutdown();
+    _exit(1);
+  }
   (*loop)->Stop();
   broker->reset();
   if (!listening.ok()) return Fail(listening);
   // All of ours is put away. ~Server would now wait for gRPC's threads, one of which sleeps up to 10 s after an answer
   // that filled a socket (the backup poller of its tcp_posix.cc), and who stops us allows half of that.
-  std::_Exit(lost ? 1 : 0);
+  std::_Exit(0);
 }
 
 int ReplayRecording(const std::string& path) {

@@ -109,6 +109,7 @@ void StartDryRun(Broker& broker, RegisterCall& call, RegisterOptions options) {
 
 absl::StatusOr<SessionId> Service::FindSession(const grpc::CallbackServerContext& context,
                                                const std::string& wire_id) const {
+  if (!broker_.ending().ok()) return broker_.ending();
   const auto peer = connections_.Find(context.peer());
   if (!peer.has_value()) {
     return Refuse(absl::StatusCode::kPermissionDenied, "SESSION_OWNER", "the call came over no connection of ours");
@@ -385,14 +386,11 @@ grpc::ServerWriteReactor<v1::WatchStatusResponse>* Service::WatchStatus(grpc::Ca
                                                                         const v1::WatchStatusRequest* request) {
   using Call = StreamCall<v1::WatchStatusResponse>;
   return Call::Start(loop_, [this, request](Call& call) {
-    if (shutting_down_) {
-      return call.End(Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"));
-    }
+    if (!broker_.ending().ok()) return call.End(broker_.ending());
     auto watched = std::make_shared<WatchedStatus>(WatchedStatus{&call, request->model(), nullptr});
     const uint64_t watcher = broker_.Watch([this, watched] { SendStatus(broker_, watched); });
-    watching_.emplace(watcher, [watched] {
-      if (std::exchange(watched->ended, true)) return;
-      watched->call->End(Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down"));
+    watching_.emplace(watcher, [this, watched] {
+      if (!std::exchange(watched->ended, true)) watched->call->End(broker_.ending());
     });
     watched->forget = [this, watcher] {
       broker_.Unwatch(watcher);
@@ -409,7 +407,6 @@ grpc::ServerWriteReactor<v1::WatchStatusResponse>* Service::WatchStatus(grpc::Ca
 }
 
 void Service::ShutDown() {
-  shutting_down_ = true;
   for (auto& [watcher, end] : watching_) {
     broker_.Unwatch(watcher);
     end();

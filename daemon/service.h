@@ -18,7 +18,7 @@ class Service final : public v1::Residency::CallbackService {
   Service(Loop& loop, Broker& broker, const Connections& connections)
       : loop_(loop), broker_(broker), connections_(connections) {}
 
-  // Ends every call that watches. On the loop.
+  // Ends every call that watches with Broker::ending. On the loop, after Broker::ShutDown.
   void ShutDown();
 
   grpc::ServerWriteReactor<v1::RegisterModelResponse>* RegisterModel(grpc::CallbackServerContext* context,
@@ -50,7 +50,6 @@ class Service final : public v1::Residency::CallbackService {
   Loop& loop_;
   Broker& broker_;
   const Connections& connections_;
-  bool shutting_down_ = false;
   std::map<uint64_t, std::function<void()>> watching_;  // ends one, by watcher
 };
 

@@ -6,6 +6,7 @@
 //   use    begins a use and keeps it
 //   leave  ends that use
 //   elsewhere  makes the context of the last GPU current on the thread that does all this, once and for all
+//   poison  makes a kernel of this process read where nothing is mapped, which costs the process its context
 //
 //   reader_client RUNTIME_DIR MODEL
 #include <openssl/sha.h>
@@ -23,6 +24,7 @@
 #include "absl/time/clock.h"
 #include "client/client.h"
 #include "mechanisms/device.h"
+#include "mechanisms/digester.h"
 #include "mechanisms/open_driver.h"
 #include "mechanisms/refusal.h"
 
@@ -77,9 +79,27 @@ Json GoElsewhere(const std::string& runtime_dir) {
   return current.ok() ? Json::object() : ErrorJson(current);
 }
 
+// The error of the kernel.
+Json Poison(const std::string& runtime_dir) {
+  const char* kind = std::getenv("RESIDENCY_TEST_DRIVER");
+  const bool sim = kind == nullptr || std::string(kind) != "cuda";
+  const auto driver = OpenDriver(sim ? DriverKind::kSim : DriverKind::kCuda,
+                                 SimOptions{.directory = absl::StrCat(runtime_dir, "/sim")});
+  if (!driver.ok()) return ErrorJson(driver.status());
+  const auto device = Device::Open(*driver, 0);
+  if (!device.ok()) return ErrorJson(device.status());
+  const auto range = (*device)->Reserve(uint64_t{2} << 20);
+  const auto stream = (*device)->CreateStream();
+  const auto digester = Digester::Create(**device);
+  if (!range.ok() || !stream.ok() || !digester.ok()) return ErrorJson(absl::InternalError("cannot poison"));
+  const DigestItem item{.address = range->get(), .word_count = 1, .first_index = 0};
+  return ErrorJson((*digester)->Digest({&item, 1}, *stream).status());
+}
+
 Json Obey(const std::string& command, const std::string& runtime_dir, Lease& lease, std::optional<Use>& kept) {
   if (command == "hash") return Hash(lease);
   if (command == "elsewhere") return GoElsewhere(runtime_dir);
+  if (command == "poison") return Poison(runtime_dir);
   if (command == "leave") {
     kept.reset();
     return Json::object();
