@@ -348,6 +348,8 @@ uint64_t CoreRig::InodeOf(CUmemGenericAllocationHandle handle) const {
 
 std::string CoreRig::CheckOwners() {
   if (!complaint_.empty()) return complaint_;
+  const CUresult health = truth_->driver().cuStreamQuery(nullptr);
+  if (health != CUDA_SUCCESS && health != CUDA_ERROR_NOT_READY) return absl::StrCat("the context is lost: ", health);
   std::set<CUmemGenericAllocationHandle> owned;
   std::map<std::pair<ModelId, uint32_t>, CUmemGenericAllocationHandle> lies;
   uint64_t arena_bytes = 0;
