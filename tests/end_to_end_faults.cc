@@ -2,6 +2,9 @@
 //
 // A GPU that fails, or cannot do what is needed. What the simulated driver injects is said on the command line; a real
 // card is not made to fail here, so on one only the case of the client runs.
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+
 #include <catch2/catch.hpp>
 #include <csignal>
 #include <memory>
@@ -17,6 +20,52 @@
 
 namespace residency {
 namespace {
+
+// Watches grpc.health.v1.Health by its bytes, as any monitor would: field 1 of an answer is 1 for SERVING, 2 for
+// NOT_SERVING.
+class HealthWatch {
+ public:
+  explicit HealthWatch(const DaemonRig& rig)
+      : stub_(grpc::CreateChannel(absl::StrCat("unix:", rig.runtime_dir(), "/grpc.sock"),
+                                  grpc::InsecureChannelCredentials())),
+        call_(stub_.PrepareCall(&context_, "/grpc.health.v1.Health/Watch", &queue_)) {
+    call_->StartCall(nullptr);
+    AwaitDone();
+    const grpc::Slice empty;
+    call_->Write(grpc::ByteBuffer(&empty, 1), nullptr);
+    AwaitDone();
+  }
+  ~HealthWatch() {
+    context_.TryCancel();
+    queue_.Shutdown();
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue_.Next(&tag, &ok)) {
+    }
+  }
+
+  // The next answer; nothing where the call ended, or none came in time.
+  std::string Next() {
+    call_->Read(&answer_, nullptr);
+    grpc::Slice slice;
+    if (!AwaitDone() || !answer_.TrySingleSlice(&slice).ok()) return "";
+    return {reinterpret_cast<const char*>(slice.begin()), slice.size()};
+  }
+
+ private:
+  bool AwaitDone() {
+    void* tag = nullptr;
+    bool ok = false;
+    const auto deadline = absl::ToChronoTime(absl::Now() + kPatience);
+    return queue_.AsyncNext(&tag, &ok, deadline) == grpc::CompletionQueue::GOT_EVENT && ok;
+  }
+
+  grpc::GenericStub stub_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+  grpc::ByteBuffer answer_;
+};
 
 std::vector<std::string> Faults(const std::string& spec) { return {"--sim_faults", spec}; }
 
@@ -46,11 +95,16 @@ TEST_CASE(
   rig.Do({"register", "flux", RealCheckpoint("flux-like")});
   const auto watcher = rig.StartCtl({"status", "--watch", "--json"});
   watcher->ReadLine();
+  HealthWatch health(rig);
+  CHECK(health.Next() == "\x08\x01");
   const absl::Time start = absl::Now();
   const Json refused = rig.Refused({"activate", "flux"});
   CHECK(refused.at("code") == "UNAVAILABLE");
   CHECK(refused.at("reason") == "DEVICE_LOST");
   CHECK(absl::StrContains(refused.at("message").get<std::string>(), call.substr(0, call.find('@'))));
+  const absl::Time refused_at = absl::Now();
+  CHECK(health.Next() == "\x08\x02");
+  CHECK(absl::Now() - refused_at < absl::Seconds(1));
   CheckEndsLost(rig, start, {"status"});
   CHECK(watcher->Wait(absl::Seconds(5)) == 1);
   INFO(watcher->Errors());
