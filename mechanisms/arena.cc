@@ -125,6 +125,7 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
     if (!status.ok()) break;
     const uint32_t cell = cells[next_to_copy];
     const LayoutCell& place = layout_.cells[cell];
+    busy_ = true;
     status = copies.Add(AddressOf(cell), sources[place.component]->CellData(cell), place.bytes);
     ahead_bytes -= place.bytes;
     report.copied_bytes += place.bytes;

@@ -34,8 +34,8 @@ class RigCheckpoint::ComponentSource final : public Source {
 };
 
 RigCheckpoint::RigCheckpoint(std::string name, const std::vector<uint64_t>& component_bytes, uint64_t cell_bytes,
-                             uint64_t seed)
-    : name_(std::move(name)) {
+                             uint64_t seed, ModelMode mode)
+    : name_(std::move(name)), mode_(mode) {
   std::vector<LayoutComponent> components;
   for (uint64_t bytes : component_bytes) {
     LayoutComponent component{.name = absl::StrCat("part", components.size())};
@@ -93,7 +93,7 @@ RequestId CoreRig::Register(const std::string& name) {
   const auto found = std::find_if(checkpoints_.begin(), checkpoints_.end(),
                                   [&](const RigCheckpoint* checkpoint) { return checkpoint->name() == name; });
   registering_[request] = *found;
-  Feed(RegisterRequested{request, name, name, kDevice, Budget{}, (*found)->layout()});
+  Feed(RegisterRequested{request, name, name, kDevice, Budget{}, (*found)->layout(), (*found)->mode()});
   return request;
 }
 
@@ -124,6 +124,19 @@ RequestId CoreRig::Verify(const std::string& name) {
 RequestId CoreRig::ReleaseLease(SessionId session, LeaseId lease) {
   const RequestId request = NextRequest();
   Feed(ReleaseLeaseRequested{request, session, lease});
+  return request;
+}
+
+RequestId CoreRig::BeginPhase(SessionId session, LeaseId lease, const std::string& component, absl::Duration deadline) {
+  const RequestId request = NextRequest();
+  phases_asked_[request] = FaultDriver::hits();
+  Feed(BeginPhaseRequested{request, session, lease, component, now_ + deadline});
+  return request;
+}
+
+RequestId CoreRig::EndPhase(SessionId session, LeaseId lease, PhaseId phase) {
+  const RequestId request = NextRequest();
+  Feed(EndPhaseRequested{request, session, lease, phase});
   return request;
 }
 
@@ -238,6 +251,10 @@ void CoreRig::Do(const Reply& effect) {
   if (asked_.erase(effect.request) == 0) {
     complaint_ = absl::StrCat("request ", effect.request.value, " was answered twice, or never asked");
   }
+  const auto phase = phases_asked_.extract(effect.request);
+  if (!phase.empty() && absl::IsResourceExhausted(effect.status) && phase.mapped() == FaultDriver::hits()) {
+    complaint_ = absl::StrCat("a phase had no room: ", effect.status.ToString());
+  }
   replies_[effect.request] = effect;
   registering_.erase(effect.request);
 }
@@ -305,9 +322,10 @@ void CoreRig::Do(const MeasureDevice&) {
 }
 
 void CoreRig::Do(const RealizePlan& effect) {
-  device_work_.push_back([this, effect]() -> Answer {
+  realizing_ = std::stop_source();
+  device_work_.push_back([this, effect, stop = realizing_.get_token()]() -> Answer {
     LiveModel& model = models_.at(effect.model);
-    PlanRealized event = memory_->Realize(effect.model, *model.arena, effect.plan, model.checkpoint->sources());
+    PlanRealized event = memory_->Realize(effect.model, *model.arena, effect.plan, model.checkpoint->sources(), stop);
     event.duration = absl::ZeroDuration();
     if (event.status.ok()) model.plan = effect.plan;
     ++realized_;

@@ -16,6 +16,7 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -29,9 +30,11 @@ namespace residency {
 // Bytes that stand for the weights on disk, page-locked as a mirror's are.
 class RigCheckpoint {
  public:
-  // One tensor of `component_bytes` each; the content follows from `seed`.
-  RigCheckpoint(std::string name, const std::vector<uint64_t>& component_bytes, uint64_t cell_bytes, uint64_t seed);
+  // Components "part0", "part1", ... with one tensor of `component_bytes` each; the content follows from `seed`.
+  RigCheckpoint(std::string name, const std::vector<uint64_t>& component_bytes, uint64_t cell_bytes, uint64_t seed,
+                ModelMode mode = ModelMode::kHeld);
   const std::string& name() const { return name_; }
+  ModelMode mode() const { return mode_; }
   const Layout& layout() const { return layout_; }
   const std::vector<const Source*>& sources() const { return sources_; }
   const std::byte* CellData(uint32_t cell) const { return bytes_.data() + layout_.cells[cell].device_offset; }
@@ -40,6 +43,7 @@ class RigCheckpoint {
  private:
   class ComponentSource;
   const std::string name_;
+  const ModelMode mode_;
   Layout layout_;
   std::vector<std::byte> bytes_;
   std::vector<uint64_t> digests_;
@@ -64,6 +68,9 @@ class CoreRig {
   RequestId Deactivate(const std::string& name, absl::Duration drain = absl::ZeroDuration());
   RequestId Verify(const std::string& name);
   RequestId ReleaseLease(SessionId session, LeaseId lease);
+  RequestId BeginPhase(SessionId session, LeaseId lease, const std::string& component,
+                       absl::Duration deadline = absl::InfiniteDuration());
+  RequestId EndPhase(SessionId session, LeaseId lease, PhaseId phase);
   void Cancel(RequestId request);
   // nullptr: not answered yet.
   const Reply* reply(RequestId request) const;
@@ -173,6 +180,7 @@ class CoreRig {
   void Do(const DropModel& effect);
   void Do(const MeasureDevice& effect);
   void Do(const RealizePlan& effect);
+  void Do(const CancelRealize&) { realizing_.request_stop(); }
   void Do(const VerifyCells& effect);
   void Do(const TrimPool& effect);
   void Do(const GrantLease& effect);
@@ -202,6 +210,8 @@ class CoreRig {
   std::map<ModelId, LiveModel> models_;
   std::map<RequestId, RigCheckpoint*> registering_;
   std::deque<std::function<Answer()>> device_work_;
+  std::stop_source realizing_;                  // of the last RealizePlan
+  std::map<RequestId, uint64_t> phases_asked_;  // by which so many faults had been hit
   std::deque<std::function<Answer()>> loader_work_;
   std::deque<Answer> answers_;
   std::map<LeaseId, DaemonLease> daemon_leases_;

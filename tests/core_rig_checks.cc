@@ -61,6 +61,12 @@ std::string CoreRig::CheckOwners() {
   }
   const uint64_t budget_bytes = arbiter_->records().devices.begin()->second.budget_bytes;
   if (arena_bytes > budget_bytes) return absl::StrCat(arena_bytes, " bytes under models, budget ", budget_bytes);
+  uint64_t claimed_bytes = 0;
+  for (const auto& [id, record] : arbiter_->records().models) {
+    const bool claims = record.state == ModelState::kActive || record.state == ModelState::kActivating;
+    if (claims) claimed_bytes += record.claimed_device_bytes;
+  }
+  if (claimed_bytes > budget_bytes) return absl::StrCat(claimed_bytes, " bytes claimed, budget ", budget_bytes);
   for (const auto& [session, client] : clients_) {
     for (const auto& [id, lease] : client.leases) {
       const Layout& layout = lease.checkpoint->layout();
@@ -92,8 +98,14 @@ std::string CoreRig::CheckOwners() {
     return client.hung_up || std::any_of(client.leases.begin(), client.leases.end(),
                                          [](const auto& lease) { return lease.second.uses > 0; });
   });
-  if (quiet() && !patient && !asked_.empty()) {
-    return absl::StrCat("request ", asked_.begin()->value, " waits, and nothing is under way");
+  if (!quiet() || patient) return "";
+  const auto& leases = arbiter_->records().leases;
+  const bool in_phase =
+      std::any_of(leases.begin(), leases.end(), [](const auto& entry) { return bool(entry.second.phase); });
+  for (RequestId request : asked_) {
+    // The beginning of a phase waits for the end of another one.
+    if (in_phase && phases_asked_.contains(request)) continue;
+    return absl::StrCat("request ", request.value, " waits, and nothing is under way");
   }
   return "";
 }

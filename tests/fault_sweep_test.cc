@@ -2,6 +2,7 @@
 //
 // Every driver call inside every transition fails once, and from then on for good. Whatever happens, the model is as
 // before or as asked for, to the byte, or it is broken and says so; nothing in between.
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <iostream>
 #include <limits>
@@ -23,14 +24,16 @@ constexpr uint64_t kForever = std::numeric_limits<uint64_t>::max();
 std::vector<RigCheckpoint*> Checkpoints() {
   static RigCheckpoint a("a", {4 * kMiB, 2 * kMiB - 7}, 4 * kMiB, 1);
   static RigCheckpoint b("b", {2 * kMiB - 100, 1 * kMiB}, 2 * kMiB, 2);
-  return {&a, &b};
+  static RigCheckpoint p("p", {4 * kMiB, 2 * kMiB - 9}, 2 * kMiB, 3, ModelMode::kPhased);
+  return {&a, &b, &p};
 }
 constexpr uint64_t kBudgetBytes = 8 * kMiB;
 
-enum class Transition { kActivate, kDeactivate, kEvict, kSwap, kVerify, kUnload };
+enum class Transition { kActivate, kDeactivate, kEvict, kSwap, kVerify, kUnload, kPhase };
 constexpr std::pair<Transition, const char*> kTransitions[] = {
     {Transition::kActivate, "activate"}, {Transition::kDeactivate, "deactivate"}, {Transition::kEvict, "evict"},
-    {Transition::kSwap, "swap"},         {Transition::kVerify, "verify"},         {Transition::kUnload, "unload"}};
+    {Transition::kSwap, "swap"},         {Transition::kVerify, "verify"},         {Transition::kUnload, "unload"},
+    {Transition::kPhase, "phase"}};
 
 // A rig in the state that the transition begins in, and the transition.
 class Scene {
@@ -55,6 +58,10 @@ class Scene {
       case Transition::kUnload:
         Done(rig_.Activate("a", one_));
         break;
+      case Transition::kPhase:
+        Done(rig_.Register("p"));
+        Done(BeginPhase("part1"));
+        break;
     }
     if (transition == Transition::kVerify) {
       rig_.Scribble(rig_.FindModel("a")->id, 0);
@@ -78,8 +85,18 @@ class Scene {
         return Ask(rig_.Verify("a"));
       case Transition::kUnload:
         return Ask(rig_.Unload("a"));
+      case Transition::kPhase:
+        return Ask(rig_.BeginPhase(one_, lease_, "part0"));
     }
     return {};
+  }
+
+  // Of "p", which is activated for it; a lease that failed is replaced by the next one.
+  RequestId BeginPhase(const std::string& component) {
+    const RequestId activate = rig_.Activate("p", one_);
+    Done(activate);
+    lease_ = std::get<ActivateOutcome>(rig_.reply(activate)->outcome).lease;
+    return rig_.BeginPhase(one_, lease_, component);
   }
 
   Reply Ask(RequestId request) {
@@ -93,6 +110,10 @@ class Scene {
     REQUIRE(reply.status.ok());
   }
   CoreRig& rig() { return rig_; }
+  bool IsBroken() const {
+    return std::any_of(std::begin(kModels), std::end(kModels),
+                       [this](const char* name) { return StateOf(name) == "broken"; });
+  }
   std::string StateOf(const std::string& name) const {
     const ModelRecord* model = rig_.FindModel(name);
     return model == nullptr ? "unloaded" : std::string(ModelStateName(model->state));
@@ -107,7 +128,9 @@ class Scene {
     }
     const std::string a = StateOf("a");
     const std::string b = StateOf("b");
-    if (a == "broken" || b == "broken") return JudgeBroken(a == "broken" ? "a" : "b");
+    for (const char* name : kModels) {
+      if (StateOf(name) == "broken") return JudgeBroken(name);
+    }
     if (auto wrong = rig_.CheckBytes(/*all=*/true, 0); !wrong.empty()) {
       // A verify that could not look says nothing about the bytes, and may be asked again.
       if (transition_ != Transition::kVerify || ok || !Ask(rig_.Verify("a")).status.ok()) return wrong;
@@ -137,9 +160,20 @@ class Scene {
       case Transition::kUnload:
         wrong = ok ? expect("a", a, "unloaded", "") : expect("a", a, "active", "");
         break;
+      case Transition::kPhase:
+        wrong = expect("p", StateOf("p"), "active", "");
+        break;
     }
     if (!wrong.empty()) return wrong;
     // The next one, without faults, is exact.
+    if (transition_ == Transition::kPhase) {
+      const Reply next = Ask(BeginPhase("part0"));
+      if (!next.status.ok()) return absl::StrCat("the next phase: ", next.status.ToString());
+      if (std::get<PhaseOutcome>(next.outcome).device_bytes != 4 * kMiB) return "the next phase has other bytes";
+      if (auto bad = rig_.CheckOwners(); !bad.empty()) return bad;
+      if (auto bad = rig_.CheckBytes(/*all=*/true, 0); !bad.empty()) return bad;
+      return Leave();
+    }
     const char* name = transition_ == Transition::kEvict || transition_ == Transition::kSwap ? "b" : "a";
     if (StateOf(name) == "unloaded") Done(rig_.Register(name));
     if (auto status = Ask(rig_.Activate(name, one_)).status; !status.ok()) {
@@ -165,7 +199,7 @@ class Scene {
   }
 
   std::string Leave() {
-    for (const char* name : {"a", "b"}) {
+    for (const char* name : kModels) {
       if (StateOf(name) == "unloaded") continue;
       if (auto status = Ask(rig_.Unload(name)).status; !status.ok()) return status.ToString();
     }
@@ -176,10 +210,13 @@ class Scene {
     return rig_.CheckEmpty();
   }
 
+  static constexpr const char* kModels[] = {"a", "b", "p"};
+
   const Transition transition_;
   CoreRig rig_;
   SessionId one_;
   SessionId two_;
+  LeaseId lease_;  // of "p"
 };
 
 TEST_CASE("Whichever driver call of a transition fails, the outcome is verified: as before, as asked, or broken") {
@@ -211,7 +248,7 @@ TEST_CASE("Whichever driver call of a transition fails, the outcome is verified:
           const Reply reply = scene.Go();
           FaultDriver::Disarm();
           ++triples;
-          const bool is_broken = scene.StateOf("a") == "broken" || scene.StateOf("b") == "broken";
+          const bool is_broken = scene.IsBroken();
           // A copy that goes wrong in silence is found by its digest, and named as that.
           const std::string_view names = call == kFlippedCopy ? "source's bytes" : DriverCallName(call);
           const std::string wrong = scene.Judge(reply, names);

@@ -15,7 +15,7 @@ constexpr uint64_t kStepsPerFullCompare = 512;
 // Two or three of the models fit beside each other, and none of the larger ones with all.
 constexpr uint64_t kBudgetBytes = 12 * kMiB;
 
-constexpr const char* kNames[] = {"one", "two", "mix", "parts"};
+constexpr const char* kNames[] = {"one", "two", "mix", "parts", "phases"};
 
 // Shared by all walks of the process, since making them takes longer than a walk.
 std::vector<RigCheckpoint*> Checkpoints() {
@@ -23,7 +23,8 @@ std::vector<RigCheckpoint*> Checkpoints() {
   static RigCheckpoint two("two", {3 * kMiB}, 2 * kMiB, 2);
   static RigCheckpoint mix("mix", {5 * kMiB}, 4 * kMiB, 3);
   static RigCheckpoint parts("parts", {2 * kMiB, 4 * kMiB, 1}, 2 * kMiB, 4);
-  return {&one, &two, &mix, &parts};
+  static RigCheckpoint phases("phases", {3 * kMiB, 4 * kMiB, 1}, 2 * kMiB, 5, ModelMode::kPhased);
+  return {&one, &two, &mix, &parts, &phases};
 }
 
 // The calls that a transition makes, and the silent one.
@@ -49,6 +50,7 @@ WalkCounts& WalkCounts::operator+=(const WalkCounts& other) {
   deaths += other.deaths;
   faults += other.faults;
   broken += other.broken;
+  phases += other.phases;
   return *this;
 }
 
@@ -150,7 +152,29 @@ void Walk::MoveClients() {
   if (rig_.Enter(session, lease)) ++counts_.uses;
 }
 
+// One of the leases of phased models goes from phase to phase.
+void Walk::MovePhases() {
+  std::vector<std::pair<SessionId, LeaseId>> some;
+  for (const auto& [session, client] : rig_.clients()) {
+    for (const auto& [id, lease] : client.leases) {
+      if (!client.dead && lease.checkpoint->mode() == ModelMode::kPhased) some.emplace_back(session, id);
+    }
+  }
+  if (some.empty()) return;
+  const auto [session, lease] = some[Draw(some.size())];
+  const auto record = rig_.arbiter().records().leases.find(lease);
+  if (record != rig_.arbiter().records().leases.end() && record->second.phase && Chance(2)) {
+    rig_.EndPhase(session, lease, record->second.phase);
+    return;
+  }
+  const absl::Duration deadline =
+      Chance(2) ? absl::Milliseconds(static_cast<int64_t>(Draw(3000)) + 1) : absl::InfiniteDuration();
+  rig_.BeginPhase(session, lease, absl::StrCat("part", Draw(3)), deadline);
+  ++counts_.phases;
+}
+
 void Walk::Ask() {
+  if (Chance(4)) return MovePhases();
   const uint64_t draw = Draw(100);
   if (draw < 50) {
     const SessionId session = Chance(4) ? SessionId{} : AnyClient(false);
@@ -167,7 +191,7 @@ void Walk::Ask() {
   } else if (draw < 92) {
     const std::vector<RequestId> outstanding = rig_.outstanding();
     if (!outstanding.empty()) rig_.Cancel(outstanding[Draw(outstanding.size())]);
-  } else if (draw < 95) {
+  } else if (draw < 94) {
     rig_.Unload(AnyModel());
   } else {
     rig_.Register(AnyModel());

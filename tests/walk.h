@@ -26,6 +26,7 @@ struct WalkCounts {
   uint64_t deaths = 0;
   uint64_t faults = 0;
   uint64_t broken = 0;
+  uint64_t phases = 0;
 
   WalkCounts& operator+=(const WalkCounts& other);
 };
@@ -42,6 +43,7 @@ class Walk {
  private:
   void Act();
   void Ask();
+  void MovePhases();
   void LetHappen();
   void MoveClients();
   void Inject();
