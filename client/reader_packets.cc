@@ -76,6 +76,8 @@ absl::Status Reader::OnLeaseGranted(const v1::LeaseGranted& granted, const std::
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     records_[granted.lease_id()] = std::move(record);
+    // A lease of a phased model is claimed before it has any cells.
+    changed_.notify_all();
   }
   if (!opened.ok()) FailGeneration(kept, 0, opened);
   return absl::OkStatus();

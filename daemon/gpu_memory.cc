@@ -51,8 +51,10 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
     realized.verified_cells = report->verified_cells;
     realized.refilled_cells = report->refilled_cells;
     realized.unmapped_bytes = report->unmapped_bytes;
+    realized.device_bytes = report->device_bytes;
   } else {
     realized.status = report.status();
+    realized.device_bytes = arena.Measure().device_bytes;
   }
   realized.duration = MonotonicNow() - began;
   realized.copied_to_host_bytes = device_->copied_to_host_bytes() - copied_before_bytes;
@@ -61,7 +63,6 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
     realized.freed_bytes = Rise(memory_before->free_bytes, memory_after->free_bytes);
   }
   realized.broken = arena.broken();
-  realized.device_bytes = arena.Measure().device_bytes;
   return realized;
 }
 

@@ -75,6 +75,7 @@ absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sourc
   const Footprint footprint = Measure();
   if (!footprint.status.ok()) return footprint.status;
   const uint64_t measured_bytes = footprint.device_bytes;
+  report.device_bytes = measured_bytes;
   const uint64_t priced_bytes = Price(layout_, plan);
   if (measured_bytes != priced_bytes) {
     return Refuse(absl::StatusCode::kInternal, "FOOTPRINT",

@@ -51,6 +51,7 @@ struct RealizeReport {
   uint64_t verified_cells = 0;
   uint64_t refilled_cells = 0;
   uint64_t unmapped_bytes = 0;  // went to the pool
+  uint64_t device_bytes = 0;    // what the driver shows under the span now
 };
 
 struct VerifyReport {

@@ -179,14 +179,14 @@ TEST_CASE("Processes share a phase, wait for another one, and what a dead one wa
   CHECK(rig.Refused({"attach", "pipe", "--phase", "unet"}).at("reason") == "NO_SUCH_COMPONENT");
   CHECK(rig.Refused({"attach", "pipe", "--use", "1s"}).at("reason") == "PHASE_NEEDED");
 
-  const auto waiting = rig.StartCtl({"--json", "attach", "pipe", "--phase", "vae", "--sha256"});
+  const auto waiting = rig.StartCtl({"--json", "attach", "pipe", "--phase", "vae", "--sha256", "--hold", "0s"});
   rig.Await("the second process's lease",
             [](const Json& status) { return status.at("models")[0].at("leases").size() == 2; });
   first->Kill();
-  const Json document = Json::parse(waiting->ReadLine());
+  const Json document = Json::parse(waiting->ReadAll());
   REQUIRE(document.at("tensors").size() == 1);
   CHECK(document.at("tensors")[0].at("sha256") == truth.at("t0"));
-  waiting->Kill();
+  CHECK(waiting->Wait() == 0);
   rig.Await("the card to be empty", [](const Json& status) {
     return status.at("models")[0].at("leases").empty() && status.at("models")[0].at("device_bytes") == 0;
   });

@@ -147,6 +147,21 @@ CUresult FailingMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGener
 
 }  // namespace
 
+TEST_CASE("A lease that is granted without cells can be claimed, also by who waits for the grant already") {
+  Rig rig;
+  absl::StatusOr<LeaseRecord*> claimed = absl::UnknownError("");
+  // The reader opens a device before the lease is there, which takes longer than to begin to wait.
+  std::thread waiting([&] { claimed = rig.reader->Claim(kLease, 0, Soon()); });
+  rig.daemon.Grant(kLease);
+  waiting.join();
+  REQUIRE(claimed.ok());
+  CHECK((*claimed)->generation == 0);
+  CHECK(rig.reader->AwaitGeneration(kLease, 1, absl::Now()).code() == absl::StatusCode::kDeadlineExceeded);
+  rig.daemon.SendGeneration(kLease, 1);
+  CHECK(rig.reader->AwaitGeneration(kLease, 1, Soon()).ok());
+  rig.reader->Retire(kLease);
+}
+
 TEST_CASE("a session begins with a Hello that carries the client's name and its own pidfd") {
   FakeDaemon daemon;
   const Session session = daemon.Connect("a name with \x01 in it");

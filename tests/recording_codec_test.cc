@@ -75,7 +75,7 @@ class Values {
   }
   template <typename T>
   requires std::is_enum_v<T>
-  void Fill(T& value) { value = static_cast<T>(1); }
+  void Fill(T& value) { value = static_cast<T>(static_cast<int>(value) == 1 ? 2 : 1); }
   template <typename T>
   requires requires { Recorded<T>::kMessage; }
   void Fill(T& value) {
