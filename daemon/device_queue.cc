@@ -186,14 +186,18 @@ void DeviceQueue::Fill() {
   Emit(RealizePlan{model.id, ActivationPlan(model.layout, model.mode)});
 }
 
+// That its caller gave up is nothing wrong with the model.
+bool DeviceQueue::StoppedInTime(const PlanRealized& event) const {
+  return job_->stopped && !event.broken && absl::IsCancelled(event.status);
+}
+
 void DeviceQueue::FinishActivation(const PlanRealized& event) {
   ModelRecord& model = Model(job_->model);
   model.device_bytes = event.device_bytes;
   if (!event.status.ok()) {
     model.Apply(event.broken ? ModelChange::kBroke : ModelChange::kActivationUndone);
     model.claimed_device_bytes = 0;
-    // That its caller gave up is nothing wrong with the model.
-    if (!job_->stopped || event.broken || !absl::IsCancelled(event.status)) model.last_error = event.status;
+    if (!StoppedInTime(event)) model.last_error = event.status;
     job_->pooled = true;
     ReplyNow(event.status);
     return Finish();

@@ -107,6 +107,7 @@ class DeviceQueue {
   void Start(const EndPhaseRequested& request);
   void Fill();
   void StopUnwantedFill();
+  bool StoppedInTime(const PlanRealized& event) const;
   void FinishActivation(const PlanRealized& event);
   void Clear(ModelId model);
   bool drains() const;

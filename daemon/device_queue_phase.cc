@@ -147,7 +147,7 @@ void DeviceQueue::FinishPhase(const PlanRealized& event) {
   job_->pooled = true;
   if (!event.status.ok()) {
     // What was there before is there again, or nobody knows what is. Either way nobody is in a phase.
-    model.last_error = event.status;
+    if (!StoppedInTime(event)) model.last_error = event.status;
     if (event.broken) model.Apply(ModelChange::kBroke);
     ReplyNow(event.status);
     if (begin != nullptr) TakeOffLeft(model.id);

@@ -299,6 +299,28 @@ TEST_CASE("A component that could not be brought on leaves nothing of itself, an
   CHECK(rig.Enter(0, "vae").bytes_moved == kVaeBytes);
 }
 
+TEST_CASE("A phase whose caller gives up is stopped and taken off, unless another one wants the same") {
+  PhasedRig rig;
+  const RequestId request = rig.Begin(0, "transformer");
+  rig.Take<RealizePlan>();
+  const bool wanted = GENERATE(false, true);
+  if (wanted) rig.Begin(1, "transformer");
+  rig.effects.clear();
+  rig.Feed(RequestCancelled{request});
+  CHECK(rig.Take<Reply>().at(0).status.code() == absl::StatusCode::kCancelled);
+  CHECK(rig.Take<CancelRealize>().size() == (wanted ? 0 : 1));
+  if (wanted) {
+    rig.Feed(PlanRealized{.model = rig.model_id, .device_bytes = kTransformerBytes, .copied_bytes = kTransformerBytes});
+    CHECK(rig.Entered().bytes_moved == 0);
+  } else {
+    rig.Feed(
+        PlanRealized{.model = rig.model_id, .status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "stopped")});
+    CHECK(rig.flux().last_error.ok());
+    CHECK_FALSE(rig.Has<RealizePlan>());
+  }
+  CHECK(rig.flux().state == ModelState::kActive);
+}
+
 TEST_CASE("A phase is refused by name: a model that is held, a component that is not there, a lease of another's") {
   PhasedRig rig;
   rig.Begin(0, "unet");
