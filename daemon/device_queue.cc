@@ -203,6 +203,9 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
     return Finish();
   }
   model.Apply(ModelChange::kActivated);
+  // Unset is not zero, nor "no limit": it leaves what an earlier activation said.
+  const Budget& asked = std::get<ActivateRequested>(job_->request).budget;
+  if (asked.device_bytes.has_value()) model.asked_device_bytes = asked.device_bytes;
   model.generation += 1;
   model.last_used = context_.now;
   model.last_activation = ActivationRecord{event.copied_bytes, event.duration, event.verified_cells};

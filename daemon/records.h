@@ -71,9 +71,10 @@ struct ModelRecord {
   ModelMode mode = ModelMode::kHeld;
   ModelState state = ModelState::kRegistering;
   uint64_t generation = 0;
-  uint64_t claimed_device_bytes = 0;         // promised; what is there is measured elsewhere
-  uint64_t device_bytes = 0;                 // as measured after the last transition
-  std::optional<uint32_t> component_on_gpu;  // of a phased model
+  uint64_t claimed_device_bytes = 0;           // promised; what is there is measured elsewhere
+  uint64_t device_bytes = 0;                   // as measured after the last transition
+  std::optional<uint32_t> component_on_gpu;    // of a phased model
+  std::optional<uint64_t> asked_device_bytes;  // the budget of the last activation that gave one
   HostCopyId host_copy;
   PinWish pin_wish = PinWish::kTry;  // for its host copy
   PinOutcome pin;                    // of its host copy, once that is built

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/status.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "daemon/scheduler.h"
 #include "mechanisms/refusal.h"
 
@@ -118,6 +121,7 @@ v1::DeviceStatus DeviceStatusOf(const DeviceInfo& info, const DeviceRecord& reco
                         .pool_idle_bytes = measured.pool_idle_bytes,
                         .broker_bytes = measured.broker_bytes};
   status.set_others_bytes(room.others_bytes());
+  status.set_not_measured("only NVML tells one process's memory from another's, and residencyd does not use it");
   uint64_t working_bytes = 0;
   for (const auto& [id, lease] : records.leases) {
     if (records.models.at(lease.model).device == record.id) working_bytes += lease.working_bytes;
@@ -139,7 +143,10 @@ v1::ModelStatus ModelStatusOf(const ModelRecord& record, const Layout& layout, c
   status.set_pinned_bytes(record.pinned_bytes);
   if (record.state != ModelState::kRegistering) *status.mutable_pin() = PinProto(record.pin);
   v1::Budget& budget = *status.mutable_budget();
-  if (record.budget.device_bytes.has_value()) budget.set_device_bytes(*record.budget.device_bytes);
+  constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
+  const uint64_t device_bytes =
+      std::min(record.budget.device_bytes.value_or(kNoLimit), record.asked_device_bytes.value_or(kNoLimit));
+  if (device_bytes != kNoLimit) budget.set_device_bytes(device_bytes);
   if (record.budget.host_bytes.has_value()) budget.set_host_bytes(*record.budget.host_bytes);
   status.set_claimed_device_bytes(record.claimed_device_bytes);
   const auto found = measured.models.find(record.id);

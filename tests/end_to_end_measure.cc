@@ -58,7 +58,7 @@ TEST_CASE("Three models have what the driver says they have, and a fourth that f
 TEST_CASE("A budget that was given is kept when a later call gives none, and what is done is not done again") {
   DaemonRig rig;
   WriteCheckpoint(rig.Path("one.safetensors"), {9 * kMiB}, 61);
-  rig.Do({"register", "one", rig.Path("one.safetensors"), "--device_budget", "12MiB"});
+  rig.Do({"register", "one", rig.Path("one.safetensors")});
   CHECK(rig.Do({"activate", "one", "--device_budget", "11MiB"}).at("bytes_moved") == 10 * kMiB);
   for (const std::vector<std::string>& again :
        {std::vector<std::string>{"activate", "one"}, {"activate", "one", "--device_budget", "64MiB"}}) {
@@ -66,7 +66,7 @@ TEST_CASE("A budget that was given is kept when a later call gives none, and wha
     CHECK(answer.at("bytes_moved") == 0);
     CHECK(answer.at("generation") == 1);
     const Json model = rig.Model("one");
-    CHECK(model.at("budget").at("device_bytes") == 12 * kMiB);
+    CHECK(model.at("budget").at("device_bytes") == 11 * kMiB);
     CHECK(model.at("device_bytes") == 10 * kMiB);
   }
   CHECK(rig.Do({"deactivate", "one"}).at("pooled_bytes") == 10 * kMiB);
@@ -78,6 +78,15 @@ TEST_CASE("A budget that was given is kept when a later call gives none, and wha
     CHECK(answer.at("copied_bytes") == 0);
   }
   CHECK(rig.Device().at("pool_idle_bytes") == device.at("pool_idle_bytes"));
+  // Also after it was off its GPU, until another one is given; that of the registration holds beside it.
+  rig.Do({"activate", "one"});
+  CHECK(rig.Model("one").at("budget").at("device_bytes") == 11 * kMiB);
+  rig.Do({"deactivate", "one"});
+  rig.Do({"activate", "one", "--device_budget", "20MiB"});
+  CHECK(rig.Model("one").at("budget").at("device_bytes") == 20 * kMiB);
+  rig.Do({"register", "capped", rig.Path("one.safetensors"), "--device_budget", "12MiB"});
+  rig.Do({"activate", "capped", "--device_budget", "64MiB"});
+  CHECK(rig.Model("capped").at("budget").at("device_bytes") == 12 * kMiB);
 }
 
 TEST_CASE(
@@ -124,6 +133,7 @@ TEST_CASE("The daemon measures without NVML: it loads none of it, and shows noth
   CHECK(device.at("broker_bytes") == status.at("models")[0].at("device_bytes"));
   CHECK(device.at("broker_bytes").get<uint64_t>() > 0);
   for (const char* absent : {"contexts_bytes", "processes"}) CHECK_FALSE(device.contains(absent));
+  CHECK(absl::StrContains(device.at("not_measured").get<std::string>(), "NVML"));
   CHECK_FALSE(status.at("models")[0].at("leases")[0].contains("measured_bytes"));
   for (const std::string& file : MappedFiles(rig.daemon().pid())) {
     INFO(file);

@@ -63,7 +63,8 @@ Check CheckGpu(const Driver& driver, int ordinal) {
   check.state = CheckState::kFail;
   absl::StrAppend(&check.found, check.found.empty() ? "" : ": ", RefusalLine(status));
   check.advice = ReasonOf(status) == "NO_EXPORT"
-                     ? "the GPU works for the daemon alone; no other process can map its models"
+                     ? "no process but the daemon could map its models, so activations are refused; the GPU, or the "
+                       "profile of a virtual one, has to export memory"
                      : "update the NVIDIA driver, or free the GPU's memory, and run doctor again";
   return check;
 }

@@ -55,6 +55,8 @@ void AppendDevice(std::string& out, const v1::DeviceStatus& device) {
     absl::StrAppendFormat(&out, ", stated working memory %s", FormatBytes(device.working_bytes()));
   }
   absl::StrAppend(&out, "\n");
+  if (!device.not_measured().empty())
+    absl::StrAppend(&out, "  contexts are part of others: ", device.not_measured(), "\n");
 }
 
 void AppendComponents(std::string& out, const v1::ModelStatus& model) {
