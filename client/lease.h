@@ -115,8 +115,9 @@ class Lease {
   // Whether the model goes by phases: then nothing is under the addresses, and Use waits, outside a phase.
   bool phased() const { return phases_ != nullptr; }
 
-  // Brings a component of a phased model onto the GPU, and takes off the one whose phase this lease was in. Leases that
-  // want the same component share it; while others are in another one's phase this waits.
+  // Brings a component of a phased model onto the GPU, and takes off the one whose phase this lease was in (see
+  // phase.h). Leases of several clients that want the same component share it; while others are in another one's phase
+  // this waits.
   //  FAILED_PRECONDITION/NOT_PHASED; the refusals of the call BeginPhase; DEADLINE_EXCEEDED/DEADLINE; what Use says of
   //  a lease that is over.
   absl::StatusOr<Phase> BeginPhase(std::string_view component, const PhaseOptions& options = {});

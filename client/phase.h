@@ -10,6 +10,10 @@
 //   }
 //   auto next = lease->BeginPhase("transformer");   // takes the text encoder off
 //
+// What one client has of a model is one lease, however many Lease objects share it, and a lease is in one phase: a
+// phase that one of them begins takes the place of another's, and the first end of a phase that two of them asked for
+// ends it for both.
+//
 // Threads: any; a Phase belongs to one thread at a time. It ends before the Client its lease came from.
 #ifndef RESIDENCY_CLIENT_PHASE_H_
 #define RESIDENCY_CLIENT_PHASE_H_

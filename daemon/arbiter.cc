@@ -25,11 +25,17 @@ absl::Status CheckLease(const Records& records, SessionId session, LeaseId lease
 
 }  // namespace
 
-absl::Status NameTaken(std::string_view name) {
-  return Refuse(
-      absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
-      absl::StrCat("the name '", std::string(name),
-                   "' belongs to another checkpoint, or to these files before they changed; unload it first"));
+absl::Status CheckSame(const ModelRecord& model, const RegisterRequested& event) {
+  const auto taken = [&](const std::string& by) {
+    return Refuse(absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
+                  absl::StrCat("the name '", event.name, "' ", by, "; unload it first"));
+  };
+  if (model.identity != event.identity) {
+    return taken("belongs to another checkpoint, or to these files before they changed");
+  }
+  if (model.mode == event.mode) return absl::OkStatus();
+  return taken(absl::StrCat("is registered as ", std::string(ModelModeName(model.mode)), ", not as ",
+                            std::string(ModelModeName(event.mode))));
 }
 
 Arbiter::Arbiter(const ArbiterOptions& options) : options_(options) {
@@ -54,7 +60,7 @@ void Arbiter::ForgetDeadlines() {
     const auto* reply = std::get_if<Reply>(&effect);
     if (reply == nullptr) continue;
     const auto found = std::find_if(deadlines_.begin(), deadlines_.end(),
-                                    [&](const auto& entry) { return entry.second == reply->request; });
+                                    [&](const auto& entry) { return entry.second.request == reply->request; });
     if (found == deadlines_.end()) continue;
     timers.push_back(SetTimer{found->first, absl::InfiniteFuture()});
     deadlines_.erase(found);
@@ -84,19 +90,16 @@ ModelRecord* Arbiter::ModelFor(RequestId request, std::string_view name) {
 
 void Arbiter::On(const RegisterRequested& event) {
   if (ModelRecord* model = records_.FindModel(event.name)) {
-    if (model->identity != event.identity) {
-      context_.effects.push_back(Reply{event.request, NameTaken(event.name), {}});
-    } else if (model->mode != event.mode) {
-      context_.effects.push_back(Reply{
-          event.request,
-          Refuse(absl::StatusCode::kAlreadyExists, "NAME_TAKEN",
-                 absl::StrCat("the name '", event.name, "' is registered as ", std::string(ModelModeName(model->mode)),
-                              ", not as ", std::string(ModelModeName(event.mode)), "; unload it first")),
-          {}});
+    if (absl::Status taken = CheckSame(*model, event); !taken.ok()) {
+      context_.effects.push_back(Reply{event.request, std::move(taken), {}});
     } else if (model->state == ModelState::kRegistering) {
       model->registrations.push_back(event.request);
       context_.effects.push_back(JoinMirrors{model->id, event.request});
+    } else if (model->dropping) {
+      // Its memory is being given back; what comes now is taken up when that is done.
+      model->registrations_after.push_back(event);
     } else {
+      model->unwanted = false;
       context_.effects.push_back(
           Reply{event.request, absl::OkStatus(), RegisterOutcome{model->id, model->pinned_bytes, model->pin}});
     }
@@ -165,6 +168,7 @@ void Arbiter::On(const MirrorsBuilt& event) {
   if (event.status.ok()) {
     model.Apply(ModelChange::kRegistered);
     // Given up too late to stop the reading: the registration is undone all the same.
+    model.unwanted = !wanted;
     if (model.unload || !wanted) QueueOf(model.id)->Add(UnloadRequested{model.unload, model.name}, model.id);
     return;
   }
@@ -203,14 +207,14 @@ void Arbiter::On(const ActivateRequested& event) {
   }
   const ModelRecord* const model = ModelFor(event.request, event.name);
   if (model == nullptr) return;
-  SetDeadline(event.request, event.deadline);
+  SetDeadline(event.request, event.deadline, model->name);
   QueueOf(model->id)->Add(event, model->id);
 }
 
-void Arbiter::SetDeadline(RequestId request, absl::Time deadline) {
+void Arbiter::SetDeadline(RequestId request, absl::Time deadline, const std::string& what) {
   if (deadline == absl::InfiniteFuture()) return;
   const TimerId timer{context_.next_timer++};
-  deadlines_.emplace(timer, request);
+  deadlines_.emplace(timer, Deadline{request, what});
   context_.effects.push_back(SetTimer{timer, deadline});
 }
 
@@ -227,6 +231,10 @@ void Arbiter::GiveUp(RequestId request, const absl::Status& status) {
     if (queue.GiveUp(request, status)) return;
   }
   for (auto& [id, model] : records_.models) {
+    if (std::erase_if(model.registrations_after, [&](const auto& event) { return event.request == request; }) > 0) {
+      context_.effects.push_back(Reply{request, status, {}});
+      return;
+    }
     const auto found = std::find(model.registrations.begin(), model.registrations.end(), request);
     if (found == model.registrations.end()) continue;
     model.registrations.erase(found);
@@ -243,10 +251,10 @@ void Arbiter::On(const RequestCancelled& event) {
 
 void Arbiter::On(const TimerFired& event) {
   if (const auto deadline = deadlines_.find(event.timer); deadline != deadlines_.end()) {
-    const RequestId request = deadline->second;
+    const Deadline passed = std::move(deadline->second);
     deadlines_.erase(deadline);
-    return GiveUp(request, Refuse(absl::StatusCode::kDeadlineExceeded, "DEADLINE",
-                                  "the deadline passed before the bytes were on the GPU"));
+    return GiveUp(passed.request, Refuse(absl::StatusCode::kDeadlineExceeded, "DEADLINE",
+                                         absl::StrCat("the deadline passed before ", passed.what, " was on the GPU")));
   }
   for (auto& [id, queue] : queues_) {
     if (queue.On(event)) return;
@@ -258,7 +266,11 @@ void Arbiter::On(const TimerFired& event) {
 void Arbiter::On(const DeviceMeasured& event) { queues_.at(event.device).On(event); }
 void Arbiter::On(const PlanRealized& event) { QueueOf(event.model)->On(event); }
 void Arbiter::On(const CellsVerified& event) { QueueOf(event.model)->On(event); }
-void Arbiter::On(const ModelDropped& event) { QueueOf(event.model)->On(event); }
+void Arbiter::On(const ModelDropped& event) {
+  const auto registrations = std::move(records_.models.at(event.model).registrations_after);
+  QueueOf(event.model)->On(event);
+  for (const RegisterRequested& registration : registrations) On(registration);
+}
 void Arbiter::On(const UseWordsClosed& event) { QueueOf(event.model)->On(event); }
 void Arbiter::On(const UseWordsReopened& event) {
   QueueOf(event.model)->On(event);
@@ -284,7 +296,7 @@ void Arbiter::On(const SessionHungUp& event) {
     if (lease.holds_cells()) lease.state = LeaseState::kUnresponsive;
   }
   // Nothing could be sent to those any more.
-  for (LeaseId lease : empty) Drop(lease, "SESSION_ENDED");
+  for (LeaseId lease : empty) DropIfThere(lease, "SESSION_ENDED");
 }
 
 void Arbiter::On(const SessionEnded& event) {
@@ -293,7 +305,7 @@ void Arbiter::On(const SessionEnded& event) {
     if (lease.session == event.session) held.push_back(id);
   }
   records_.sessions.erase(event.session);
-  for (LeaseId lease : held) Drop(lease, "SESSION_ENDED");
+  for (LeaseId lease : held) DropIfThere(lease, "SESSION_ENDED");
 }
 
 void Arbiter::On(const ReleaseLeaseRequested& event) {
@@ -316,8 +328,9 @@ void Arbiter::On(const BeginPhaseRequested& event) {
   if (absl::Status status = CheckLease(records_, event.session, event.lease); !status.ok()) {
     return context_.effects.push_back(Reply{event.request, std::move(status), {}});
   }
-  SetDeadline(event.request, event.deadline);
   const ModelId model = records_.leases.at(event.lease).model;
+  SetDeadline(event.request, event.deadline,
+              absl::StrCat("component ", event.component, " of ", records_.models.at(model).name));
   QueueOf(model)->Add(event, model);
 }
 
@@ -341,6 +354,11 @@ void Arbiter::Release(LeaseRecord& lease) {
   if (lease.state != LeaseState::kLive) return;
   lease.state = LeaseState::kRevoking;
   context_.effects.push_back(CloseAndRevoke{lease.id, lease.generation});
+}
+
+// What the end of one lease lets go on may be the unloading of another one's model.
+void Arbiter::DropIfThere(LeaseId id, std::string_view reason) {
+  if (records_.leases.contains(id)) Drop(id, reason);
 }
 
 void Arbiter::Drop(LeaseId id, std::string_view reason, std::string_view message) {

@@ -26,7 +26,7 @@ struct ArbiterOptions {
 };
 
 // ALREADY_EXISTS/NAME_TAKEN: `name` is registered, and not for the same files in the same state.
-absl::Status NameTaken(std::string_view name);
+absl::Status CheckSame(const ModelRecord& model, const RegisterRequested& event);
 
 class Arbiter {
  public:
@@ -70,10 +70,12 @@ class Arbiter {
   // The model that `request` names; replies and returns nothing where there is no such model.
   ModelRecord* ModelFor(RequestId request, std::string_view name);
   DeviceQueue* QueueOf(ModelId model);
+  void DropIfThere(LeaseId lease, std::string_view reason);
   void Drop(LeaseId lease, std::string_view reason, std::string_view message = "");
   void ForgetDeadlines();
   void Release(LeaseRecord& lease);
-  void SetDeadline(RequestId request, absl::Time deadline);
+  // `what` was to be on the GPU by then.
+  void SetDeadline(RequestId request, absl::Time deadline, const std::string& what);
   void GiveUp(RequestId request, const absl::Status& status);
   void NotePinning(const MirrorsBuilt& event, ModelRecord& model);
 
@@ -81,7 +83,11 @@ class Arbiter {
   Records records_;
   Context context_;  // of the step under way
   std::map<DeviceId, DeviceQueue> queues_;
-  std::map<TimerId, RequestId> deadlines_;
+  struct Deadline {
+    RequestId request;
+    std::string what;
+  };
+  std::map<TimerId, Deadline> deadlines_;
   uint64_t next_model_ = 1;
   uint64_t next_host_copy_ = 1;
 };

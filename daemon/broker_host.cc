@@ -75,15 +75,18 @@ void Broker::DryRun(RegisterOptions options, std::function<void(absl::StatusOr<v
   loader_->ReadHeaders(options.source, options.components, granule_bytes,
                        [this, options, gpu = *gpu, done = std::move(done)](absl::StatusOr<Checkpoint> checkpoint) {
                          if (!checkpoint.ok()) return done(checkpoint.status());
+                         if (!ending_.ok()) return done(ending_);
                          const RegisterRequested event = RegisterEvent(RequestId{}, options, *checkpoint, gpu->id());
                          const auto& models = arbiter_.records().models;
                          const auto named = std::find_if(models.begin(), models.end(), [&](const auto& entry) {
                            return entry.second.name == event.name;
                          });
-                         if (named != models.end() && named->second.identity != event.identity)
-                           return done(NameTaken(event.name));
+                         if (named != models.end()) {
+                           if (auto taken = CheckSame(named->second, event); !taken.ok()) return done(taken);
+                         }
                          gpu->Measure([this, event, done](const GpuMeasurement& measured) {
                            NoteLoss(measured.status);
+                           if (!ending_.ok()) return done(ending_);
                            if (!measured.status.ok()) return done(measured.status);
                            done(BuildDryRun(event, measured));
                          });
@@ -125,6 +128,8 @@ void Broker::Do(const BuildMirrors& effect) {
   }
   // A reading that was given up is begun again for a request whose headers are here already.
   LoadedModel& model = *models_.at(effect.model);
+  // It keeps its GPU, whichever the request that has it read again asked for.
+  model.device = arbiter_.records().models.at(effect.model).device;
   model.copy = effect.copy;
   model.watching_progress = {effect.request};
   const auto [copy, is_new] = copies_.try_emplace(effect.copy);

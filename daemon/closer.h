@@ -21,7 +21,7 @@ class Closer {
   void CloseConnection(UniqueFd connection);
 
  private:
-  // So many threads wait for somebody's close that the descriptors of those who come next stay open until one is done.
+  // With so many threads in somebody's close, what comes next stays open until one is done and more is closed.
   static constexpr int kMaxThreads = 64;
 
   std::vector<UniqueFd> waiting_;

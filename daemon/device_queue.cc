@@ -15,7 +15,7 @@ RequestId RequestOf(const DeviceQueue::Request& request) {
 }
 
 void DeviceQueue::Add(Request request, ModelId model) {
-  waiting_.push_back({std::move(request), model});
+  waiting_.push_back({std::move(request), model, Model(model).name});
   Pump();
 }
 
@@ -135,7 +135,7 @@ void DeviceQueue::On(const DeviceMeasured& event) {
       // Between its phases the owner of a claim has nothing on the GPU, and must find room for the next one.
       const bool mapping = lease->state != LeaseState::kLive && lease->holds_cells();
       const bool waits = (mapping || phased) && !lease->release;
-      if (waits) in_use.push_back(lease->id);
+      if (waits && std::find(in_use.begin(), in_use.end(), lease->id) == in_use.end()) in_use.push_back(lease->id);
       occupant.in_use |= waits || std::find(in_use.begin(), in_use.end(), lease->id) != in_use.end();
     }
     occupants.push_back(occupant);

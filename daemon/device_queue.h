@@ -81,6 +81,7 @@ class DeviceQueue {
   struct Waiting {
     Request request;
     ModelId model;
+    std::string name;  // of the model, which may be gone when its turn comes
   };
   struct Job {
     Request request;
@@ -94,6 +95,7 @@ class DeviceQueue {
     std::vector<std::string> evicted;
     bool replied = false;
     bool stopped = false;         // the fill was told to stop
+    bool timed_out = false;       // the leases that are being asked back took too long
     bool pooled = false;          // cells went to the pool
     uint64_t unmapped_bytes = 0;  // of `model`
   };

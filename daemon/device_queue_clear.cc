@@ -25,6 +25,8 @@ void DeviceQueue::Start(const DeactivateRequested& request) {
 
 void DeviceQueue::Start(const UnloadRequested& request) {
   ModelRecord& model = Model(job_->model);
+  // Somebody registered it again meanwhile.
+  if (!request.request && !model.unwanted) return Finish();
   // A broken model may have cells under its addresses too, and clients that use them.
   if (model.state == ModelState::kActive || model.state == ModelState::kBroken) return Clear(model.id);
   DropModelNow();
@@ -47,6 +49,8 @@ void DeviceQueue::Clear(ModelId id) {
   if (!hung_up.empty() && !drains()) return NotCleared(records_.InUse(model.name, hung_up, context_.now));
   if (!waits) return LetGo();
   job_->phase = Phase::kClosing;
+  if (release_timer_) Emit(Effect(residency::SetTimer{release_timer_, absl::InfiniteFuture()}));
+  job_->timed_out = false;
   release_timer_ = SetTimer(drains() ? std::get<DeactivateRequested>(job_->request).drain : kReleaseDeadline);
   Emit(CloseUseWords{id, std::move(live), !drains()});
 }
@@ -73,11 +77,13 @@ void DeviceQueue::On(const UseWordsClosed& event) {
     return TakeBack();
   }
   job_->phase = Phase::kRevoking;
+  const bool too_late = job_->timed_out || job_->replied;
   for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
     if (lease->state != LeaseState::kLive || !MustLetGo(*lease)) continue;
     lease->state = LeaseState::kRevoking;
-    Emit(RevokeLease{lease->id, lease->generation});
+    if (!too_late) Emit(RevokeLease{lease->id, lease->generation});
   }
+  if (too_late) return TakeBack();
   CheckRevoked();
 }
 
@@ -121,7 +127,10 @@ bool DeviceQueue::On(const TimerFired& event) {
     return true;
   }
   if (event.timer != release_timer_) return false;
-  if (job_.has_value() && job_->phase == Phase::kRevoking) TakeBack();
+  release_timer_ = TimerId{};
+  if (!job_.has_value()) return true;
+  job_->timed_out = true;
+  if (job_->phase == Phase::kRevoking) TakeBack();
   return true;
 }
 

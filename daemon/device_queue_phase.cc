@@ -85,15 +85,21 @@ void DeviceQueue::Start(const BeginPhaseRequested& request) {
 }
 
 void DeviceQueue::Start(const EndPhaseRequested& request) {
+  const ModelRecord& model = Model(job_->model);
   const auto lease = records_.leases.find(request.lease);
   // A phase that is over already, for its model was deactivated or another one was begun, is no error.
-  const bool over = lease == records_.leases.end() || lease->second.phase != request.phase;
-  if (Model(job_->model).state != ModelState::kActive || (request.lease && over)) {
+  const bool over = !request.phase || lease == records_.leases.end() || lease->second.phase != request.phase;
+  const bool left_on = model.component_on_gpu.has_value() && !records_.IsInPhase(model.id);
+  if (over && (!left_on || model.state != ModelState::kActive)) {
     ReplyNow(absl::OkStatus(), PhaseOutcome{});
     return Finish();
   }
-  if (request.lease) job_->left = std::exchange(lease->second.phase, PhaseId{});
-  Clear(job_->model);
+  if (absl::Status status = CheckPhased(model); !status.ok()) {
+    ReplyNow(std::move(status));
+    return Finish();
+  }
+  if (!over) job_->left = std::exchange(lease->second.phase, PhaseId{});
+  Clear(model.id);
 }
 
 // Whoever is in no phase has let its cells go.
@@ -119,9 +125,11 @@ void DeviceQueue::PhaseCleared() {
   const bool others_wait = std::any_of(waiting_for_phase_.begin(), waiting_for_phase_.end(),
                                        [&](const Waiting& waiting) { return waiting.model == model.id; });
   if (records_.IsInPhase(model.id) || others_wait) {
-    waiting_for_phase_.push_back({std::move(job_->request), model.id});
+    waiting_for_phase_.push_back({std::move(job_->request), model.id, model.name});
     return Finish();
   }
+  // The one before goes first and by itself: undoing the filling, for a caller that gives up, would bring it back.
+  if (is_on) return Unmap(model.id);
   job_->phase = Phase::kFilling;
   Emit(RealizePlan{model.id, ComponentResident(model.layout, job_->component)});
 }
@@ -146,17 +154,16 @@ void DeviceQueue::FinishPhase(const PlanRealized& event) {
   model.device_bytes = event.device_bytes;
   job_->pooled = true;
   if (!event.status.ok()) {
-    // What was there before is there again, or nobody knows what is. Either way nobody is in a phase.
+    // What was there before is there again, or nobody knows what is there. Either way nobody is in a phase.
     if (!StoppedInTime(event)) model.last_error = event.status;
     if (event.broken) model.Apply(ModelChange::kBroke);
     ReplyNow(event.status);
     if (begin != nullptr) TakeOffLeft(model.id);
     return Finish();
   }
-  if (begin == nullptr) {
+  if (job_->phase == Phase::kUnmapping) {
     model.component_on_gpu.reset();
-    ReplyNow(absl::OkStatus(), PhaseOutcome{});
-    return Finish();
+    return PhaseCleared();
   }
   model.component_on_gpu = job_->component;
   model.last_activation = ActivationRecord{event.copied_bytes, event.duration, event.verified_cells};
@@ -184,7 +191,7 @@ void DeviceQueue::TakeOffLeft(ModelId model) {
   const bool replaced = std::any_of(waiting_.begin(), waiting_.end(), [model](const Waiting& waiting) {
     return waiting.model == model && std::holds_alternative<BeginPhaseRequested>(waiting.request);
   });
-  if (!replaced) waiting_.push_back({EndPhaseRequested{}, model});
+  if (!replaced) waiting_.push_back({EndPhaseRequested{}, model, Model(model).name});
 }
 
 // Takes up again those for whom the way is clear, or will never be.

@@ -8,14 +8,9 @@
 
 #include "daemon/loop.h"
 #include "mechanisms/refusal.h"
+#include "mechanisms/units.h"
 
 namespace residency {
-namespace {
-
-uint64_t Rise(uint64_t before, uint64_t after) { return after > before ? after - before : 0; }
-
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Open(const Driver& driver, int ordinal) {
   auto device = Device::Open(driver, ordinal);
   if (!device.ok()) return device.status();
@@ -58,9 +53,9 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
   }
   realized.duration = MonotonicNow() - began;
   realized.copied_to_host_bytes = device_->copied_to_host_bytes() - copied_before_bytes;
-  realized.pooled_bytes = Rise(pooled_before_bytes, pool_.idle_bytes());
+  realized.pooled_bytes = SaturatingSubtract(pool_.idle_bytes(), pooled_before_bytes);
   if (const auto memory_after = device_->Memory(); memory_before.ok() && memory_after.ok()) {
-    realized.freed_bytes = Rise(memory_before->free_bytes, memory_after->free_bytes);
+    realized.freed_bytes = SaturatingSubtract(memory_after->free_bytes, memory_before->free_bytes);
   }
   realized.broken = arena.broken();
   return realized;

@@ -8,13 +8,12 @@
 #include "daemon/events.h"
 #include "daemon/records.h"
 #include "mechanisms/refusal.h"
+#include "mechanisms/units.h"
 
 namespace residency {
 namespace {
 
 constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
-
-uint64_t Less(uint64_t from, uint64_t what) { return from > what ? from - what : 0; }
 
 // Whether a registration with this policy may use the copy of `model`.
 bool MayShare(const ModelRecord& model, PinPolicy policy) {
@@ -76,7 +75,7 @@ HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::o
 
   const uint64_t held_bytes = records.host_bytes();
   const std::optional<uint64_t> budget_bytes = HostBudgetBytes(event.host, held_bytes, configured_bytes);
-  if (budget_bytes.has_value()) plan.available_bytes = Less(*budget_bytes, held_bytes);
+  if (budget_bytes.has_value()) plan.available_bytes = SaturatingSubtract(*budget_bytes, held_bytes);
   // What the caller grants the model counts whether or not the bytes are there already.
   if (event.budget.host_bytes.value_or(kNoLimit) < set_bytes) {
     plan.needed_bytes = set_bytes;

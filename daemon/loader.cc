@@ -47,6 +47,9 @@ absl::StatusOr<std::unique_ptr<Loader>> Loader::Start(Loop& decision, uint64_t c
     if (!worker.ok()) return worker.status();
     loader->workers_.push_back(*std::move(worker));
   }
+  auto returns = Loop::Start("returns");
+  if (!returns.ok()) return returns.status();
+  loader->returns_ = *std::move(returns);
   auto headers = Loop::Start("headers");
   if (!headers.ok()) return headers.status();
   loader->headers_ = *std::move(headers);
@@ -56,7 +59,7 @@ absl::StatusOr<std::unique_ptr<Loader>> Loader::Start(Loop& decision, uint64_t c
 Loader::~Loader() { stopping_ = true; }
 
 void Loader::Run(Loop::Task work, Loop::Task done) {
-  NextWorker().Post([this, work = std::move(work), done = std::move(done)]() mutable {
+  returns_->Post([this, work = std::move(work), done = std::move(done)]() mutable {
     work();
     decision_.Post(std::move(done));
   });

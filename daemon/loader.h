@@ -59,7 +59,7 @@ class Loader {
                     std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
                     std::function<void(uint64_t bytes_done)> progress, std::function<void(BuiltMirrors)> done);
 
-  // Destroys `what` on a worker, then calls `done`.
+  // Destroys `what` on a thread of its own, so that no unload waits behind a long read, then calls `done`.
   template <typename T>
   void Discard(std::unique_ptr<T> what, Loop::Task done) {
     Run([what = std::move(what)]() mutable { what.reset(); }, std::move(done));
@@ -68,7 +68,7 @@ class Loader {
  private:
   explicit Loader(Loop& decision, uint64_t cell_bytes) : decision_(decision), cell_bytes_(cell_bytes) {}
   Loop& NextWorker();
-  // Runs `work` on a worker, then `done` on the decision loop.
+  // Runs `work` on the returns loop, then `done` on the decision loop.
   void Run(Loop::Task work, Loop::Task done);
 
   Loop& decision_;
@@ -76,6 +76,7 @@ class Loader {
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Loop>> workers_;
   size_t next_worker_ = 0;
+  std::unique_ptr<Loop> returns_;
   std::unique_ptr<Loop> headers_;  // of its own, so that a refusal never waits behind a long read
 };
 

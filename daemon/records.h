@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "daemon/events.h"
 #include "daemon/host_room.h"
 #include "daemon/ids.h"
 #include "daemon/residency.h"
@@ -80,6 +81,8 @@ struct ModelRecord {
   PinOutcome pin;                    // of its host copy, once that is built
   uint64_t pinned_bytes = 0;         // of its host copy, which other models may count too
   bool dropping = false;             // DropModel is under way
+  bool unwanted = false;             // nobody waits for its registration any more: the core unloads it by itself
+  std::vector<RegisterRequested> registrations_after;  // came while it was dropping
   absl::Time last_used;
   std::optional<ActivationRecord> last_activation;
   absl::Status last_error;

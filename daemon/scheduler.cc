@@ -3,13 +3,9 @@
 
 #include <algorithm>
 
+#include "mechanisms/units.h"
+
 namespace residency {
-namespace {
-
-uint64_t SaturatingSubtract(uint64_t from, uint64_t what) { return from > what ? from - what : 0; }
-
-}  // namespace
-
 uint64_t DeviceRoom::available_bytes() const {
   const uint64_t beyond_reserve_bytes = SaturatingSubtract(free_bytes + pool_idle_bytes, reserve_bytes);
   const uint64_t left_bytes = std::min(beyond_reserve_bytes, SaturatingSubtract(budget_bytes, broker_bytes));

@@ -11,6 +11,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "mechanisms/units.h"
 
 namespace residency {
 namespace {
@@ -29,8 +30,6 @@ struct CgroupFiles {
 };
 const CgroupFiles kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"};
 const CgroupFiles kVersion2{"memory.max", "memory.current", "file", "shmem"};
-
-uint64_t Less(uint64_t from, uint64_t what) { return from > what ? from - what : 0; }
 
 Bytes Least(Bytes a, Bytes b) { return a.has_value() && b.has_value() ? std::min(*a, *b) : (a.has_value() ? a : b); }
 
@@ -70,9 +69,10 @@ void AddLevel(const std::string& directory, const CgroupFiles& files, HostMemory
   if (!usage_bytes.has_value()) return;
   // The cache of files gives way to whoever asks; shared memory, in which mirrors live, is counted in it and does not.
   const std::vector<std::string> stat = Lines(absl::StrCat(directory, "/memory.stat"));
-  const uint64_t cache_bytes = Less(Field(stat, files.cache).value_or(0), Field(stat, files.shmem).value_or(0));
-  memory.cgroup_available_bytes =
-      Least(memory.cgroup_available_bytes, Less(*limit_bytes, Less(*usage_bytes, cache_bytes)));
+  const uint64_t cache_bytes =
+      SaturatingSubtract(Field(stat, files.cache).value_or(0), Field(stat, files.shmem).value_or(0));
+  memory.cgroup_available_bytes = Least(
+      memory.cgroup_available_bytes, SaturatingSubtract(*limit_bytes, SaturatingSubtract(*usage_bytes, cache_bytes)));
 }
 
 // A mounted cgroup file system: its directory, and which cgroup that is.
@@ -110,14 +110,14 @@ std::string Below(const CgroupMount& mount, const std::string& path) {
 
 Bytes HostMemory::room_bytes() const {
   Bytes room = available_bytes;
-  if (room.has_value()) room = Less(*room, kHostReserveBytes);
+  if (room.has_value()) room = SaturatingSubtract(*room, kHostReserveBytes);
   if (!cgroup_available_bytes.has_value()) return room;
-  return Least(room, Less(*cgroup_available_bytes, kCgroupReserveBytes));
+  return Least(room, SaturatingSubtract(*cgroup_available_bytes, kCgroupReserveBytes));
 }
 
 Bytes HostMemory::mirror_limit_bytes() const {
   if (!cgroup_limit_bytes.has_value()) return std::nullopt;
-  return Less(*cgroup_limit_bytes, kCgroupReserveBytes);
+  return SaturatingSubtract(*cgroup_limit_bytes, kCgroupReserveBytes);
 }
 
 HostMemory ReadHostMemory(const std::string& root) {

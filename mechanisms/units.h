@@ -34,6 +34,9 @@ std::string FormatBytes(uint64_t bytes);
 // the result fits 64 bits.
 constexpr uint64_t AlignUp(uint64_t value, uint64_t alignment) { return (value + alignment - 1) & ~(alignment - 1); }
 
+// `from` less `what`, and 0 where that is below 0.
+constexpr uint64_t SaturatingSubtract(uint64_t from, uint64_t what) { return from > what ? from - what : 0; }
+
 }  // namespace residency
 
 #endif  // RESIDENCY_MECHANISMS_UNITS_H_

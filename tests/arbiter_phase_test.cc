@@ -36,8 +36,11 @@ struct PhasedRig : ArbiterRig {
   PhaseOutcome Enter(size_t who, const std::string& component) {
     Begin(who, component);
     LetGo();
-    if (Has<RealizePlan>()) Realized(model_id);
+    RealizeAll();
     return Entered();
+  }
+  void RealizeAll() {
+    while (Has<RealizePlan>()) Realized(model_id);
   }
   // The lease that is being asked back lets go.
   void LetGo() {
@@ -168,17 +171,17 @@ TEST_CASE("A lease that wants another component waits for those in the phase tha
   SECTION("until they begin another one, for which they wait in their turn") {
     rig.Begin(0, "transformer");
     rig.LetGo();
-    rig.Realized(rig.model_id);
+    rig.RealizeAll();
     CHECK(rig.Entered().bytes_moved == kVaeBytes);
     CHECK_FALSE(rig.Has<RealizePlan>());
     rig.Feed(SessionEnded{rig.sessions[1]});
-    rig.Realized(rig.model_id);
+    rig.RealizeAll();
   }
   SECTION("until their process is gone") {
     rig.Feed(SessionHungUp{rig.sessions[0]});
     CHECK_FALSE(rig.Has<RealizePlan>());
     rig.Feed(SessionEnded{rig.sessions[0]});
-    rig.Realized(rig.model_id);
+    rig.RealizeAll();
   }
   const PhaseOutcome begun = rig.Entered();
   CHECK(begun.bytes_moved == begun.device_bytes);
@@ -287,16 +290,69 @@ TEST_CASE("A component that could not be brought on leaves nothing of itself, an
   rig.Enter(0, "text");
   rig.Begin(0, "vae");
   rig.LetGo();
-  rig.Take<RealizePlan>();
-  rig.Feed(PlanRealized{.model = rig.model_id,
-                        .status = Refuse(absl::StatusCode::kResourceExhausted, "GPU_MEMORY", "others were faster"),
-                        .device_bytes = kTextBytes});
-  CHECK(ReasonOf(rig.OnlyReply().status) == "GPU_MEMORY");
-  // What was there before is there again, in nobody's phase.
+  // The one before is taken off by itself, so that nothing brings it back.
   rig.Realized(rig.model_id);
+  CHECK(rig.flux().device_bytes == 0);
+  CHECK(rig.Take<RealizePlan>().size() == 1);
+  rig.Feed(PlanRealized{.model = rig.model_id,
+                        .status = Refuse(absl::StatusCode::kResourceExhausted, "GPU_MEMORY", "others were faster")});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "GPU_MEMORY");
+  CHECK_FALSE(rig.Has<RealizePlan>());
   CHECK(rig.flux().device_bytes == 0);
   rig.effects.clear();
   CHECK(rig.Enter(0, "vae").bytes_moved == kVaeBytes);
+}
+
+TEST_CASE("A component that could not be taken off is taken off when its phase is ended again") {
+  PhasedRig rig;
+  const PhaseOutcome begun = rig.Enter(0, "text");
+  rig.EndPhase(rig.sessions[0], rig.leases[0], begun.phase);
+  rig.LetGo();
+  rig.Take<RealizePlan>();
+  rig.Feed(PlanRealized{.model = rig.model_id,
+                        .status = Refuse(absl::StatusCode::kInternal, "DRIVER", "cuMemUnmap"),
+                        .device_bytes = kTextBytes});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "DRIVER");
+  rig.EndPhase(rig.sessions[0], rig.leases[0], begun.phase);
+  rig.Realized(rig.model_id);
+  CHECK(rig.OnlyReply().status.ok());
+  CHECK(rig.flux().device_bytes == 0);
+}
+
+TEST_CASE("An end of no phase, or of a held model's, takes nobody's cells") {
+  PhasedRig rig;
+  rig.Enter(0, "text");
+  rig.effects.clear();
+  for (const uint64_t phase : {0, 77}) {
+    rig.EndPhase(rig.sessions[1], rig.leases[1], PhaseId{phase});
+    CHECK(rig.OnlyReply().status.ok());
+    CHECK(rig.effects.empty());
+  }
+  ArbiterRig held(20 * kMiB);
+  const ModelId model = held.Register("held", 2 * kMiB);
+  const SessionId session = held.Open(1);
+  held.BringOn("held", model, session);
+  const LeaseId lease = held.Mapped();
+  held.effects.clear();
+  held.EndPhase(session, lease, PhaseId{});
+  CHECK(held.OnlyReply().status.ok());
+  CHECK(held.effects.empty());
+}
+
+TEST_CASE("The end of one lease may be what lets another one of the same session go with its model") {
+  PhasedRig rig;
+  rig.Enter(0, "text");
+  const ModelId other = rig.Register("other", 2 * kMiB);
+  rig.Activate("other", rig.sessions[0]);
+  // The session's second lease is newer, its model is unloaded behind the phase that waits for the first one.
+  rig.Measured();
+  rig.Realized(other);
+  rig.Begin(0, "vae");
+  rig.Feed(UseWordsClosed{rig.model_id, {}});
+  rig.Feed(UnloadRequested{rig.NextRequest(), "other"});
+  rig.effects.clear();
+  rig.Feed(SessionEnded{rig.sessions[0]});
+  CHECK(rig.arbiter().records().leases.size() == 1);
 }
 
 TEST_CASE("A phase whose caller gives up is stopped and taken off, unless another one wants the same") {

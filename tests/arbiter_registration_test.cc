@@ -316,5 +316,51 @@ TEST_CASE("A registration that was given up too late to be stopped is undone") {
   CHECK(rig.arbiter().records().models.empty());
 }
 
+TEST_CASE("A registration that comes while the same model's memory is given back begins when that is done") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId model = rig.Register("a", kSize);
+  rig.Feed(UnloadRequested{RequestId{50}, "a"});
+  REQUIRE(rig.Take<DropModel>().size() == 1);
+  const auto ask = [&](uint64_t request) {
+    rig.Feed(RegisterRequested{RequestId{request}, "a", "a", DeviceId{1}, Budget{}, ArbiterRig::LayoutOf(kSize)});
+  };
+  ask(51);
+  ask(52);
+  CHECK_FALSE(rig.Has<Reply>());
+  rig.Feed(RequestCancelled{RequestId{52}});
+  CHECK(rig.OnlyReply().status.code() == absl::StatusCode::kCancelled);
+  rig.Feed(ModelDropped{model, kSize, 0});
+  CHECK(rig.OnlyReply().request == RequestId{50});
+  const auto builds = rig.Take<BuildMirrors>();
+  REQUIRE(builds.size() == 1);
+  CHECK(builds[0].model != model);
+  rig.Feed(MirrorsBuilt{builds[0].model, absl::OkStatus(), kSize});
+  CHECK(rig.OnlyReply().request == RequestId{51});
+}
+
+TEST_CASE("A model that is registered again before it is unloaded for want of anybody stays") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId busy = rig.Register("busy", kSize);
+  rig.Activate("busy");
+  rig.effects.clear();
+  const auto ask = [&](uint64_t request) {
+    rig.Feed(RegisterRequested{RequestId{request}, "a", "a", DeviceId{1}, Budget{}, ArbiterRig::LayoutOf(kSize)});
+  };
+  ask(51);
+  const ModelId model = rig.Take<BuildMirrors>().at(0).model;
+  rig.Feed(RequestCancelled{RequestId{51}});
+  rig.effects.clear();
+  // Its bytes are there all the same, and the device is busy with another one.
+  rig.Feed(MirrorsBuilt{model, absl::OkStatus(), kSize});
+  const bool again = GENERATE(true, false);
+  if (again) {
+    ask(52);
+    CHECK(rig.OnlyReply().status.ok());
+  }
+  rig.Measured();
+  rig.Realized(busy);
+  CHECK(rig.Has<DropModel>() == !again);
+}
+
 }  // namespace
 }  // namespace residency

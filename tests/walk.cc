@@ -162,6 +162,11 @@ void Walk::MovePhases() {
   }
   if (some.empty()) return;
   const auto [session, lease] = some[Draw(some.size())];
+  // Late, or of nobody, or of another's model.
+  if (Chance(6)) {
+    if (const SessionId other = AnyClient(true)) rig_.EndPhase(other, AnyLease(other), PhaseId{Draw(4)});
+    return;
+  }
   const auto record = rig_.arbiter().records().leases.find(lease);
   if (record != rig_.arbiter().records().leases.end() && record->second.phase && Chance(2)) {
     rig_.EndPhase(session, lease, record->second.phase);
