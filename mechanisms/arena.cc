@@ -55,8 +55,12 @@ absl::Status Arena::Undo(const Plan& before, std::span<const Source* const> sour
   RealizeReport report;
   if (auto status = Apply(before, sources, std::stop_token(), report); !status.ok()) return status;
   // What came back was verified as it came; this is about the cells that stayed.
-  const std::vector<uint32_t> cells = MappedCells();
-  const auto wrong = FindWrong(cells, sources);
+  return Mend(sources);
+}
+
+// Refills what is wrong of all the cells that are mapped.
+absl::Status Arena::Mend(std::span<const Source* const> sources) {
+  const auto wrong = FindWrong(MappedCells(), sources);
   return wrong.ok() ? Refill(*wrong, sources) : wrong.status();
 }
 
@@ -222,7 +226,8 @@ absl::StatusOr<VerifyReport> Arena::Verify(std::span<const Source* const> source
   const auto wrong = FindWrong(cells, sources);
   if (!wrong.ok()) return wrong.status();
   if (auto status = Refill(*wrong, sources); !status.ok()) {
-    broken_ = true;
+    // A failing call need not fail again; bytes that were wrong and are wrong again are not given another chance.
+    if (absl::IsDataLoss(status) || !Mend(sources).ok()) broken_ = true;
     return status;
   }
   return VerifyReport{.verified_cells = cells.size(),

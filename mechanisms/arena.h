@@ -80,8 +80,9 @@ class Arena {
                                         std::stop_token stop = {});
 
   // Digests every resident cell on the device and compares it with its source; a wrong one is refilled.
-  // DATA_LOSS/VERIFY: a refill did not help. The arena is broken after that, and after any other error that came
-  // when a cell had been found wrong already.
+  // DATA_LOSS/VERIFY: a refill did not help; the arena is broken after that. Any other error that comes when a cell
+  // has been found wrong already is answered by verifying and refilling once more, and where that fails too the arena
+  // is broken; the first error is reported either way.
   absl::StatusOr<VerifyReport> Verify(std::span<const Source* const> sources);
 
   // Asks the driver about each cell.
@@ -111,6 +112,7 @@ class Arena {
   absl::Status Apply(const Plan& plan, std::span<const Source* const> sources, const std::stop_token& stop,
                      RealizeReport& report);
   absl::Status Undo(const Plan& before, std::span<const Source* const> sources);
+  absl::Status Mend(std::span<const Source* const> sources);
   absl::Status Settle();
   absl::Status Remove(const std::vector<uint32_t>& cells, RealizeReport& report);
   absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,

@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <iostream>
+#include <iterator>
 #include <limits>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -34,6 +37,17 @@ constexpr std::pair<Transition, const char*> kTransitions[] = {
     {Transition::kActivate, "activate"}, {Transition::kDeactivate, "deactivate"}, {Transition::kEvict, "evict"},
     {Transition::kSwap, "swap"},         {Transition::kVerify, "verify"},         {Transition::kUnload, "unload"},
     {Transition::kPhase, "phase"}};
+
+// Where one failing call leaves a model broken, and why that cannot be undone. Of all other calls one failure leaves
+// every model as before or as asked for.
+struct NotUndone {
+  Transition transition;
+  DriverCall call;
+  std::string_view reason;
+};
+constexpr NotUndone kNotUndone[] = {
+    {Transition::kVerify, kFlippedCopy,
+     "the bytes were wrong before it, and again after the refill: a place that was wrong twice is not trusted"}};
 
 // A rig in the state that the transition begins in, and the transition.
 class Scene {
@@ -221,10 +235,14 @@ class Scene {
 
 TEST_CASE("Whichever driver call of a transition fails, the outcome is verified: as before, as asked, or broken") {
   uint64_t triples = 0;
+  uint64_t runs = 0;
+  uint64_t missed = 0;
   uint64_t undone = 0;
   uint64_t survived = 0;
   uint64_t broken = 0;
+  uint64_t broken_at_once = 0;
   uint64_t unverified = 0;
+  std::set<const NotUndone*> excused;
   for (const auto& [transition, name] : kTransitions) {
     std::vector<uint64_t> calls;
     {
@@ -242,13 +260,27 @@ TEST_CASE("Whichever driver call of a transition fails, the outcome is verified:
       // Error texts are no part of a transition.
       if (call == k_cuGetErrorName) continue;
       for (uint64_t kth = 1; kth <= calls[call]; ++kth) {
+        ++triples;
         for (uint64_t last : {kth, kForever}) {
           Scene scene(transition);
           FaultDriver::Arm({call, kth, last, FittingError(call)});
           const Reply reply = scene.Go();
           FaultDriver::Disarm();
-          ++triples;
+          ++runs;
+          missed += FaultDriver::hits() == 0 ? 1 : 0;
           const bool is_broken = scene.IsBroken();
+          if (is_broken && last == kth) {
+            const auto* excuse = std::find_if(
+                std::begin(kNotUndone), std::end(kNotUndone),
+                [&](const NotUndone& known) { return known.transition == transition && known.call == call; });
+            if (excuse != std::end(kNotUndone)) {
+              excused.insert(excuse);
+            } else {
+              ++broken_at_once;
+              std::cout << name << ", " << DriverCallName(call) << " " << kth << " (" << reply.status
+                        << "): broken by a single failure\n";
+            }
+          }
           // A copy that goes wrong in silence is found by its digest, and named as that.
           const std::string_view names = call == kFlippedCopy ? "source's bytes" : DriverCallName(call);
           const std::string wrong = scene.Judge(reply, names);
@@ -262,10 +294,42 @@ TEST_CASE("Whichever driver call of a transition fails, the outcome is verified:
       }
     }
   }
-  std::cout << "fault sweep: " << triples << " (transition, call, k) triples: " << undone << " undone, " << survived
-            << " done all the same, " << broken << " broken, " << unverified << " unverified\n";
+  std::cout << "fault sweep: " << triples << " (transition, call, k) triples, " << runs << " runs: " << undone
+            << " undone, " << survived << " done all the same, " << broken << " broken, " << unverified
+            << " unverified\n";
   CHECK(unverified == 0);
-  CHECK(triples > 500);
+  CHECK(broken_at_once == 0);
+  CHECK(excused.size() == std::size(kNotUndone));
+  CHECK(missed == 0);
+  CHECK(triples > 250);
+}
+
+TEST_CASE("Where the rollback of a failed copy fails too, the reply names the copy and the model is broken") {
+  Scene scene(Transition::kActivate);
+  FaultDriver::Arm({k_cuMemcpyHtoDAsync, 2, 2, FittingError(k_cuMemcpyHtoDAsync)});
+  // Nothing leaves the span in an activation that goes well, so the first of these is the rollback's.
+  FaultDriver::Arm({k_cuMemUnmap, 1, 1, FittingError(k_cuMemUnmap)});
+  const Reply reply = scene.Go();
+  FaultDriver::Disarm();
+  CHECK(FaultDriver::hits() == 2);
+  REQUIRE_FALSE(reply.status.ok());
+  const std::string message(reply.status.message());
+  CHECK(absl::StrContains(message, "cuMemcpyHtoDAsync"));
+  CHECK_FALSE(absl::StrContains(message, "cuMemUnmap"));
+  CHECK(scene.StateOf("a") == "broken");
+  CHECK(scene.Judge(reply, "cuMemcpyHtoDAsync").empty());
+}
+
+TEST_CASE("A verify whose refill fails once leaves the model whole, and says that it failed") {
+  Scene scene(Transition::kVerify);
+  FaultDriver::Arm({k_cuMemcpyHtoDAsync, 2, 2, FittingError(k_cuMemcpyHtoDAsync)});
+  const Reply reply = scene.Go();
+  FaultDriver::Disarm();
+  CHECK(FaultDriver::hits() == 1);
+  REQUIRE_FALSE(reply.status.ok());
+  CHECK(absl::StrContains(std::string(reply.status.message()), "cuMemcpyHtoDAsync"));
+  CHECK(scene.StateOf("a") == "active");
+  CHECK(scene.rig().CheckBytes(true, 0).empty());
 }
 
 TEST_CASE("A copy that goes wrong in silence is found and made again, and one that always does undoes the activation") {
