@@ -55,7 +55,7 @@ class CoreRig {
  public:
   // One card, of which the broker may hold `budget_bytes`. The checkpoints are what can be registered, by their names.
   CoreRig(uint64_t budget_bytes, std::vector<RigCheckpoint*> checkpoints);
-  // Everything must have been unloaded, see IsEmpty; else it is kept for the process's life.
+  // Everything must have been unloaded, see CheckEmpty; else it is kept for the process's life.
   ~CoreRig();
   CoreRig(const CoreRig&) = delete;
   CoreRig& operator=(const CoreRig&) = delete;

@@ -48,7 +48,6 @@ void CheckFields(const Json& status) {
   }
 }
 
-// Every byte of the card is accounted for, once.
 // What all processes have allocated on the simulated card, counted from outside: each allocation is a file, of whole
 // granules and a page that says what it is.
 uint64_t AllocatedBytes(const DaemonRig& rig) {
@@ -60,6 +59,7 @@ uint64_t AllocatedBytes(const DaemonRig& rig) {
   return allocated_bytes;
 }
 
+// Every byte of the card is accounted for, once.
 void CheckSum(const Json& device) {
   uint64_t sum_bytes = 0;
   for (const char* part : {"free_bytes", "broker_bytes", "pool_idle_bytes", "others_bytes"}) {

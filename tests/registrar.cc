@@ -15,8 +15,8 @@
 namespace residency {
 
 std::ostream& operator<<(std::ostream& out, const Memory& memory) {
-  return out << "pinned " << memory.pinned_bytes << ", on the device " << memory.broker_bytes << ", free "
-             << memory.free_bytes;
+  return out << "pinned " << memory.pinned_bytes << ", pageable " << memory.pageable_bytes << ", on the device "
+             << memory.broker_bytes << ", free " << memory.free_bytes;
 }
 
 Registrar::Registrar(std::vector<std::string> daemon_flags) : rig_(std::move(daemon_flags)) {
@@ -99,7 +99,8 @@ v1::Status Registrar::Status() {
 Memory Registrar::Measure() {
   const v1::Status status = Status();
   const v1::DeviceStatus& device = status.devices(0);
-  return {status.host().pinned_bytes(), device.broker_bytes(), device.free_bytes() + device.pool_idle_bytes()};
+  return {status.host().pinned_bytes(), status.host().pageable_bytes(), device.broker_bytes(),
+          device.free_bytes() + device.pool_idle_bytes()};
 }
 
 }  // namespace residency

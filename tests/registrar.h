@@ -22,6 +22,7 @@ namespace residency {
 // Memory that is taken, as measured.
 struct Memory {
   uint64_t pinned_bytes = 0;
+  uint64_t pageable_bytes = 0;
   uint64_t broker_bytes = 0;
   uint64_t free_bytes = 0;  // with the cells that wait in the pool, which count as available
 
