@@ -42,7 +42,10 @@ class Life {
     client_ = *std::move(client);
   }
 
-  void CycleOnce() {
+  // With `is_watched` waits until the pool has gone back to the driver, and looks at how much that was.
+  void CycleOnce(bool is_watched) {
+    uint64_t device_bytes = 0;
+    uint64_t active_free_bytes = 0;
     {
       grpc::ClientContext context;
       v1::ActivateRequest request;
@@ -52,7 +55,9 @@ class Life {
       INFO(status.error_message());
       REQUIRE(status.ok());
       REQUIRE(response.bytes_moved() > 0);
+      device_bytes = response.device_bytes();
     }
+    if (is_watched) active_free_bytes = rig_.Device().at("free_bytes");
     grpc::ClientContext context;
     v1::DeactivateRequest request;
     request.set_model("one");
@@ -61,6 +66,19 @@ class Life {
     INFO(status.error_message());
     REQUIRE(status.ok());
     REQUIRE(response.copied_bytes() == 0);
+    // There is no other model, so while this one is active the pool is empty.
+    REQUIRE(response.pooled_bytes() + (OnSim() ? response.freed_bytes() : 0) == device_bytes);
+    if (!is_watched) return;
+    rig_.Await("the pool is empty", [](const Json& now) { return now["devices"][0]["pool_idle_bytes"] == 0; });
+    rig_.AwaitFree(active_free_bytes + device_bytes);
+    CheckFree(rig_.Device().at("free_bytes"), active_free_bytes + device_bytes);
+  }
+
+  // On a real card others may use some of it meanwhile.
+  static void CheckFree(uint64_t free_bytes, uint64_t expected_bytes) {
+    const uint64_t tolerance_bytes = OnSim() ? 0 : 32 * kMiB;
+    CHECK(free_bytes + tolerance_bytes >= expected_bytes);
+    CHECK(free_bytes <= expected_bytes + tolerance_bytes);
   }
 
   // A session that says Hello and goes.
@@ -128,7 +146,7 @@ class Life {
 TEST_CASE("After 200 cycles, 1,000 sessions and 100 refusals a daemon has what it had after the first of each") {
   Life life;
   const auto live = [&life](int cycles, int sessions, int refusals) {
-    for (int i = 0; i < cycles; ++i) life.CycleOnce();
+    for (int i = 0; i < cycles; ++i) life.CycleOnce(i % 20 == 19);
     for (int i = 0; i < sessions; ++i) i % 20 == 0 ? life.AttachOnce() : life.OpenSessionOnce();
     for (int i = 0; i < refusals; ++i) life.RefuseOnce(i % 2 == 0);
   };
@@ -138,11 +156,12 @@ TEST_CASE("After 200 cycles, 1,000 sessions and 100 refusals a daemon has what i
   const Life::Belongings last = life.Measure();
   CHECK(last.counts.descriptors == first.counts.descriptors);
   CHECK(last.counts.own_threads == first.counts.own_threads);
-  // gRPC's pools have as many as were busy at a time: a few more than after the first call, and not one for each.
+  // All others are gRPC's: its default executor starts one more, for good and up to two for each processor, whenever
+  // more waits for it at a time. When that happens is chance (on two processors the fourth of four came in the third of
+  // four such lives), so that no warm-up makes them equal. A few more than after the first call, not one for each.
   CHECK(last.counts.threads <= first.counts.threads + 8);
   CHECK(last.pinned_bytes == first.pinned_bytes);
-  CHECK(last.free_bytes + 32 * kMiB >= first.free_bytes);
-  CHECK(last.free_bytes <= first.free_bytes + 32 * kMiB);
+  Life::CheckFree(last.free_bytes, first.free_bytes);
   INFO(first.counts.resident_bytes << " resident bytes, then " << last.counts.resident_bytes);
   if (kResidentSetIsExact) CHECK(last.counts.resident_bytes <= first.counts.resident_bytes + 16 * kMiB);
 }
