@@ -185,5 +185,28 @@ TEST_CASE("A client reads on through a drain that fails, and a drain that is lon
   CHECK(one.rig.Model("one").at("device_bytes") == 0);
 }
 
+TEST_CASE("A client that loses its context by its own fault costs nobody else anything") {
+  DaemonRig rig;
+  rig.Do({"register", "flux", RealCheckpoint("flux-like")});
+  ReaderClient other(rig, "flux");
+  ReaderClient poisoned(rig, "flux");
+  const Json error = poisoned.Ask("poison").at("error");
+  INFO(error.dump());
+  CHECK(error.at("reason") == "DEVICE_LOST");
+  CHECK(poisoned.Ask("hash").at("error").at("reason") == "DEVICE_LOST");
+
+  CHECK(other.Ask("hash").at("sha256") == TrueHashes("flux-like"));
+  CHECK(rig.Do({"verify", "flux"}).at("refilled_cells") == 0);
+  CHECK(rig.Status().at("daemon").at("serving") == true);
+  rig.Do({"register", "llama", RealCheckpoint("llama-lora")});
+  ReaderClient late(rig, "llama");
+  CHECK(late.Ask("hash").at("sha256") == TrueHashes("llama-lora"));
+  // What it had mapped is nobody's problem once it is gone.
+  poisoned.process().Kill();
+  rig.Do({"deactivate", "flux", "--drain", "5s"});
+  CHECK(rig.Do({"activate", "flux"}).at("refilled_cells") == 0);
+  CHECK(other.Ask("hash").at("sha256") == TrueHashes("flux-like"));
+}
+
 }  // namespace
 }  // namespace residency
