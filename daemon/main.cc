@@ -31,6 +31,7 @@
 #include "daemon/recording.h"
 #include "daemon/runtime_dir.h"
 #include "daemon/service.h"
+#include "daemon/socket_group.h"
 #include "mechanisms/open_driver.h"
 #include "mechanisms/refusal.h"
 
@@ -186,6 +187,10 @@ int Main(int argc, char** argv) {
   // A recording that reaches the limit on a file's size ends; the daemon does not.
   signal(SIGXFSZ, SIG_IGN);
   RaiseDescriptorLimit();
+  const absl::StatusOr<gid_t> group =
+      parsed.options->socket_group.has_value() ? *parsed.options->socket_group : DefaultSocketGroup();
+  if (!group.ok()) return Fail(group.status());
+  if (auto status = TakeGroup(*group); !status.ok()) return Fail(status);
   return Serve(*parsed.options, signals);
 }
 

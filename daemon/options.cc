@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/runtime_dir.h"
+#include "daemon/socket_group.h"
 #include "mechanisms/open_driver.h"
 #include "mechanisms/units.h"
 #include "mechanisms/version.h"
@@ -55,6 +56,11 @@ ParsedOptions ParseOptions(int argc, char** argv) {
   app.set_version_flag("--version", absl::StrCat("residencyd ", kVersion));
   app.add_option("--runtime_dir", options.runtime_dir, "Holds grpc.sock, pages.sock and lock")->capture_default_str();
   std::string text;  // CLI11 wants somewhere to put the text that the checks parse
+  app.add_option("--socket_group", text,
+                 "Group that may connect, a name or a number (default: as root 'residency' where it exists, else the "
+                 "process's own)")
+      ->type_name("GROUP")
+      ->check(Into(options.socket_group, ParseGroup));
   const auto bytes = [](const std::string& value) { return ParseBytes(value); };
   const auto duration = [](const std::string& value) { return ParseDuration(value); };
   app.add_option("--driver", text, "cuda, or sim: real pages, no GPU (never chosen by itself; default cuda)")

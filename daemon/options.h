@@ -4,6 +4,8 @@
 #ifndef RESIDENCY_DAEMON_OPTIONS_H_
 #define RESIDENCY_DAEMON_OPTIONS_H_
 
+#include <sys/types.h>
+
 #include <optional>
 #include <string>
 
@@ -15,6 +17,7 @@ namespace residency {
 
 struct DaemonOptions {
   std::string runtime_dir;
+  std::optional<gid_t> socket_group;  // absent: DefaultSocketGroup
   DriverKind driver = DriverKind::kCuda;
   SimOptions sim;
   BrokerOptions broker;     // without its identity

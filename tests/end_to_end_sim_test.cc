@@ -2,11 +2,9 @@
 //
 // The daemon as a process, where a test needs a card or a link that only the simulated driver has, or where the card
 // does not matter.
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <catch2/catch.hpp>
 #include <csignal>
 #include <filesystem>
@@ -14,7 +12,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -177,53 +174,6 @@ TEST_CASE("A model that is larger than the card, at 1/64 of a real pair, is refu
 }
 
 // ---- Sockets, descriptors, processes. ----
-
-mode_t ModeOf(const std::string& path) {
-  struct stat status {};
-  return lstat(path.c_str(), &status) == 0 ? status.st_mode & 07777 : 0;
-}
-
-TEST_CASE("Whatever the umask, sockets are 0660 from the first moment, in folders that only their owner writes") {
-  const mode_t old = umask(0);
-  ScratchDirectory scratch;
-  const std::string runtime_dir = scratch.path() + "/made/by/it";
-  std::atomic<bool> done{false};
-  std::atomic<int> looks{0};
-  std::atomic<int> too_wide{0};
-  std::thread observer([&] {
-    while (!done) {
-      for (const char* name : {"/grpc.sock", "/pages.sock"}) {
-        const mode_t mode = ModeOf(runtime_dir + name);
-        looks += mode != 0;
-        too_wide += (mode & ~mode_t{0660}) != 0;
-      }
-    }
-  });
-  // That no bind of a socket shows more, over 2,000 of them, is page_channel_test's.
-  for (int i = 0; i < 5; ++i) {
-    TestProcess daemon({ProgramPath("residencyd"), "--driver=sim", "--runtime_dir", runtime_dir},
-                       scratch.path() + "/errors" + std::to_string(i));
-    const absl::Time deadline = absl::Now() + kPatience;
-    while (!absl::StrContains(daemon.Errors(), "serving on ")) {
-      const bool ended = daemon.EndsWithin(absl::Milliseconds(2));
-      INFO(daemon.Errors());
-      REQUIRE_FALSE(ended);
-      REQUIRE(absl::Now() < deadline);
-    }
-    CHECK(ModeOf(runtime_dir + "/grpc.sock") == 0660);
-    CHECK(ModeOf(runtime_dir + "/pages.sock") == 0660);
-    daemon.Signal(SIGTERM);
-    CHECK(daemon.Wait() == 0);
-  }
-  done = true;
-  observer.join();
-  umask(old);
-  CHECK(looks > 0);
-  CHECK(too_wide == 0);
-  for (const char* made : {"/made", "/made/by", "/made/by/it"}) CHECK(ModeOf(scratch.path() + made) == 0755);
-  CHECK((ModeOf(runtime_dir + "/lock") & 0022) == 0);
-  CHECK((ModeOf(runtime_dir + "/sim") & 0007) == 0);
-}
 
 TEST_CASE("A runtime directory that leaves no room for a socket's name is refused with that reason") {
   ScratchDirectory scratch;
