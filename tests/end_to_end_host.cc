@@ -2,7 +2,6 @@
 //
 // The host's memory: what is page-locked and what is not, what a registration may take, what becomes of it when the
 // files change, and what is given back. Where page-locking fails or lasts is in end_to_end_pin.cc.
-
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>

@@ -290,5 +290,27 @@ TEST_CASE("A daemon that cannot start does not say that it is ready") {
   CHECK(manager.Next(absl::ZeroDuration()).text.empty());
 }
 
+TEST_CASE("The unit waits for READY=1, and lifts the limit on locked memory only together with a limit on memory") {
+  std::ifstream file("deploy/residencyd.service");
+  REQUIRE(file.good());
+  std::vector<std::string> service;
+  std::string section;
+  for (std::string line; std::getline(file, line);) {
+    if (absl::StartsWith(line, "[")) section = line;
+    if (section == "[Service]" && !absl::StartsWith(line, "#")) service.push_back(line);
+  }
+  const auto count = [&](const std::string& start) {
+    return std::count_if(service.begin(), service.end(),
+                         [&](const std::string& line) { return absl::StartsWith(line, start); });
+  };
+  const auto has = [&](const std::string& line) { return std::count(service.begin(), service.end(), line) == 1; };
+  CHECK(has("Type=notify"));
+  CHECK(has("LimitMEMLOCK=infinity"));
+  CHECK(count("MemoryMax=") == 1);
+  CHECK_FALSE(has("MemoryMax="));
+  CHECK_FALSE(has("MemoryMax=infinity"));
+  for (const char* once : {"Type=", "LimitMEMLOCK=", "ExecStart="}) CHECK(count(once) == 1);
+}
+
 }  // namespace
 }  // namespace residency
