@@ -55,13 +55,16 @@ absl::Status Digester::Reserve(uint64_t item_count) {
 }
 
 absl::StatusOr<std::vector<uint64_t>> Digester::Digest(std::span<const DigestItem> items, const Stream& stream) {
-  std::vector<uint64_t> sums(items.size());
-  if (items.empty()) return sums;
+  if (items.empty()) return std::vector<uint64_t>();
+  if (auto status = Settle(); !status.ok()) return status;
   if (auto status = Reserve(items.size()); !status.ok()) return status;
-  if (auto status = device_.CopyToDevice(items_.get(), items.data(), items.size_bytes(), stream); !status.ok()) {
+  host_items_.assign(items.begin(), items.end());
+  host_sums_.assign(items.size(), 0);
+  unsettled_ = true;
+  if (auto status = device_.CopyToDevice(items_.get(), host_items_.data(), items.size_bytes(), stream); !status.ok()) {
     return status;
   }
-  const uint64_t sums_bytes = sums.size() * sizeof(uint64_t);
+  const uint64_t sums_bytes = host_sums_.size() * sizeof(uint64_t);
   if (auto status = device_.Zero(sums_.get(), sums_bytes, stream); !status.ok()) return status;
   CUdeviceptr items_address = items_.get();
   CUdeviceptr sums_address = sums_.get();
@@ -71,9 +74,20 @@ absl::StatusOr<std::vector<uint64_t>> Digester::Digest(std::span<const DigestIte
   const CUresult launched =
       driver.cuLaunchKernel(kernel_, kDigestBlocks, 1, 1, kDigestThreads, 1, 1, 0, stream.get(), parameters, nullptr);
   if (auto status = device_.Check(launched, "cuLaunchKernel"); !status.ok()) return status;
-  if (auto status = device_.CopyToHost(sums.data(), sums_.get(), sums_bytes, stream); !status.ok()) return status;
+  if (auto status = device_.CopyToHost(host_sums_.data(), sums_.get(), sums_bytes, stream); !status.ok()) return status;
   if (auto status = device_.Synchronize(stream); !status.ok()) return status;
-  return sums;
+  unsettled_ = false;
+  return host_sums_;
+}
+
+// After an error work of that call may still run, on a stream that may be gone, with the buffers that the next call of
+// any stream would overwrite: its kernel would then read where the other's items lie.
+absl::Status Digester::Settle() {
+  if (!unsettled_) return absl::OkStatus();
+  if (auto status = device_.MakeCurrent(); !status.ok()) return status;
+  absl::Status status = device_.Check(device_.driver().cuCtxSynchronize(), "cuCtxSynchronize");
+  if (status.ok()) unsettled_ = false;
+  return status;
 }
 
 }  // namespace residency

@@ -31,12 +31,16 @@ class Digester {
   Digester(const Device& device, Module module, CUfunction kernel)
       : device_(device), module_(std::move(module)), kernel_(kernel) {}
   absl::Status Reserve(uint64_t item_count);
+  absl::Status Settle();
 
   const Device& device_;
   Module module_;
   CUfunction kernel_;
   DeviceBuffer items_;  // grown to the largest call
   DeviceBuffer sums_;
+  std::vector<DigestItem> host_items_;  // what the copies of the last call read and write
+  std::vector<uint64_t> host_sums_;
+  bool unsettled_ = false;  // something of the last call may still run
 };
 
 }  // namespace residency

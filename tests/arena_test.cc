@@ -433,5 +433,37 @@ TEST_CASE("The device's digests are the processor's, for every length and place 
   CHECK(digester->Digest({}, stream)->empty());
 }
 
+// Of the driver below.
+bool stream_waits_fail = false;
+int context_waits = 0;
+
+TEST_CASE("After a digest that failed, the next one waits for what may still run of it, whichever stream it ran on") {
+  Driver driver = TestDriver();
+  driver.cuStreamSynchronize = [](CUstream stream) {
+    return stream_waits_fail ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuStreamSynchronize(stream);
+  };
+  driver.cuCtxSynchronize = [] {
+    ++context_waits;
+    return TestDriver().cuCtxSynchronize();
+  };
+  stream_waits_fail = false;
+  context_waits = 0;
+  Rig rig(driver);
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  CHECK(context_waits == 0);
+  const auto other = *rig.device->CreateStream();
+  const std::vector<DigestItem> items = {{.address = rig.arena->address(), .word_count = 1000, .first_index = 0}};
+  const auto right = rig.digester->Digest(items, other);
+  REQUIRE(right.ok());
+  CHECK(context_waits == 0);
+  stream_waits_fail = true;
+  CHECK_FALSE(rig.digester->Digest(items, other).ok());
+  stream_waits_fail = false;
+  CHECK(*rig.digester->Digest(items, *rig.device->CreateStream()) == *right);
+  CHECK(context_waits == 1);
+  CHECK(*rig.digester->Digest(items, other) == *right);
+  CHECK(context_waits == 1);
+}
+
 }  // namespace
 }  // namespace residency

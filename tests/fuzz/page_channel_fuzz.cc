@@ -7,6 +7,10 @@
 #include <google/protobuf/stubs/logging.h>
 #include <spdlog/spdlog.h>
 
+#include <thread>
+
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "tests/fuzz/fuzz_input.h"
 #include "tests/fuzz/page_channel_client.h"
 #include "tests/fuzz/page_channel_rig.h"
@@ -181,8 +185,10 @@ void RunInput(FuzzInput input) {
     Liar(rig, input).Run((choice & 1) == 0);
     witness.CheckServed();
   }
-  // Sessions closes what is its when it goes, or has done so before.
+  // Sessions closes what is its when it goes, or has done so before; what a client made is closed on another thread.
   rig.Stop();
+  const absl::Time deadline = absl::Now() + absl::Seconds(30);
+  while (CountDescriptors() != before && absl::Now() < deadline) std::this_thread::yield();
   Check(CountDescriptors() == before, "every descriptor is closed again");
 }
 
