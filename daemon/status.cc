@@ -121,7 +121,7 @@ v1::DeviceStatus DeviceStatusOf(const DeviceInfo& info, const DeviceRecord& reco
                         .pool_idle_bytes = measured.pool_idle_bytes,
                         .broker_bytes = measured.broker_bytes};
   status.set_others_bytes(room.others_bytes());
-  status.set_not_measured("only NVML tells one process's memory from another's, and residencyd does not use it");
+  status.set_not_measured("NVML, which tells processes apart, is not used");
   uint64_t working_bytes = 0;
   for (const auto& [id, lease] : records.leases) {
     if (records.models.at(lease.model).device == record.id) working_bytes += lease.working_bytes;

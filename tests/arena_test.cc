@@ -21,10 +21,7 @@ class TestSource final : public Source {
   TestSource(const Layout& layout, uint32_t component, uint64_t seed)
       : first_offset_(layout.components[component].device_offset),
         layout_(layout),
-        words_(layout.components[component].span_bytes / 8) {
-    std::mt19937_64 random(seed);
-    for (uint64_t& word : words_) word = random();
-  }
+        words_(RandomWords(layout.components[component].span_bytes / 8, seed)) {}
   const std::byte* CellData(uint32_t cell) const override {
     return reinterpret_cast<const std::byte*>(words_.data()) + layout_.cells[cell].device_offset - first_offset_;
   }
@@ -37,7 +34,17 @@ class TestSource final : public Source {
  private:
   const uint64_t first_offset_;
   const Layout& layout_;
-  std::vector<uint64_t> words_;
+  // Shared by all tests, since making them takes longer than most of these.
+  static const std::vector<uint64_t>& RandomWords(uint64_t count, uint64_t seed) {
+    static std::map<std::pair<uint64_t, uint64_t>, std::vector<uint64_t>> made;
+    std::vector<uint64_t>& words = made[{count, seed}];
+    if (!words.empty()) return words;
+    std::mt19937_64 random(seed);
+    for (uint64_t i = 0; i < count; ++i) words.push_back(random());
+    return words;
+  }
+
+  const std::vector<uint64_t>& words_;
 };
 
 Layout TwoComponents() {

@@ -56,7 +56,7 @@ void AppendDevice(std::string& out, const v1::DeviceStatus& device) {
   }
   absl::StrAppend(&out, "\n");
   if (!device.not_measured().empty())
-    absl::StrAppend(&out, "  contexts are part of others: ", device.not_measured(), "\n");
+    absl::StrAppend(&out, "  contexts in others: ", device.not_measured(), "\n");
 }
 
 void AppendComponents(std::string& out, const v1::ModelStatus& model) {
