@@ -34,7 +34,7 @@ void AppendHost(std::string& out, const v1::HostStatus& host) {
   if (host.pageable_bytes() > 0) absl::StrAppend(&out, ", ", FormatBytes(host.pageable_bytes()), " pageable");
   if (host.has_budget_bytes()) absl::StrAppend(&out, " of ", FormatBytes(host.budget_bytes()));
   if (host.has_pin_limit_bytes()) {
-    absl::StrAppendFormat(&out, "; at most %s can be pinned (%s)", FormatBytes(host.pin_limit_bytes()),
+    absl::StrAppendFormat(&out, "\n  at most %s can be pinned (%s)", FormatBytes(host.pin_limit_bytes()),
                           Word(v1::PinLimitSource_Name(host.pin_limit_source()), "PIN_LIMIT_SOURCE_"));
   }
   absl::StrAppend(&out, "\n");
@@ -55,8 +55,7 @@ void AppendDevice(std::string& out, const v1::DeviceStatus& device) {
     absl::StrAppendFormat(&out, ", stated working memory %s", FormatBytes(device.working_bytes()));
   }
   absl::StrAppend(&out, "\n");
-  if (!device.not_measured().empty())
-    absl::StrAppend(&out, "  contexts in others: ", device.not_measured(), "\n");
+  if (!device.not_measured().empty()) absl::StrAppend(&out, "  contexts in others: ", device.not_measured(), "\n");
 }
 
 void AppendComponents(std::string& out, const v1::ModelStatus& model) {
