@@ -21,7 +21,7 @@ class Listener {
  public:
   using Accepted = std::function<void(UniqueFd connection, const PeerIdentity& peer)>;
 
-  // Listens at `path` with mode 0660 and the group of the process. Errors as ListenUnix. `loop` must outlive the listener.
+  // Listens at `path` with mode 0660 and the group of the process. Errors as ListenUnix. `loop` outlives the listener.
   static absl::StatusOr<std::unique_ptr<Listener>> Open(Loop& loop, const std::string& path, int type,
                                                         Accepted accepted);
   // Closes the socket and removes its file.
