@@ -13,9 +13,7 @@ namespace {
 // Why `session` may not speak for `lease`, which may be nobody's.
 absl::Status CheckLease(const Records& records, SessionId session, LeaseId lease) {
   const auto found = records.leases.find(lease);
-  if (found == records.leases.end()) {
-    return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_LEASE", absl::StrCat("lease ", lease.value, " is over"));
-  }
+  if (found == records.leases.end()) return LeaseIsOver(lease);
   if (found->second.session != session) {
     return Refuse(absl::StatusCode::kPermissionDenied, "SESSION_OWNER",
                   absl::StrCat("lease ", lease.value, " belongs to another session"));

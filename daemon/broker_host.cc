@@ -77,12 +77,8 @@ void Broker::DryRun(RegisterOptions options, std::function<void(absl::StatusOr<v
                          if (!checkpoint.ok()) return done(checkpoint.status());
                          if (!ending_.ok()) return done(ending_);
                          const RegisterRequested event = RegisterEvent(RequestId{}, options, *checkpoint, gpu->id());
-                         const auto& models = arbiter_.records().models;
-                         const auto named = std::find_if(models.begin(), models.end(), [&](const auto& entry) {
-                           return entry.second.name == event.name;
-                         });
-                         if (named != models.end()) {
-                           if (auto taken = CheckSame(named->second, event); !taken.ok()) return done(taken);
+                         if (const ModelRecord* named = arbiter_.records().FindModel(event.name)) {
+                           if (auto taken = CheckSame(*named, event); !taken.ok()) return done(taken);
                          }
                          gpu->Measure([this, event, done](const GpuMeasurement& measured) {
                            NoteLoss(measured.status);

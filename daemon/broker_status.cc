@@ -16,9 +16,8 @@ namespace residency {
 
 absl::StatusOr<Broker::ModelView> Broker::Find(const std::string& name) const {
   if (!ending_.ok()) return ending_;
-  for (const auto& [id, record] : arbiter_.records().models) {
-    if (record.name == name && models_.contains(id)) return ViewOf(id);
-  }
+  const ModelRecord* const record = arbiter_.records().FindModel(name);
+  if (record != nullptr && models_.contains(record->id)) return ViewOf(record->id);
   return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL", absl::StrCat("no model is registered as '", name, "'"));
 }
 

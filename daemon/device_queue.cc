@@ -89,8 +89,7 @@ void DeviceQueue::Start(const ActivateRequested& request) {
   }
   absl::Status status = device().usable;
   if (model.state == ModelState::kBroken) {
-    status = Refuse(absl::StatusCode::kFailedPrecondition, "BROKEN",
-                    absl::StrCat(model.name, " is broken, unload it: ", std::string(model.last_error.message())));
+    status = IsBroken(model);
   } else if (model.state != ModelState::kInactive) {
     status = Refuse(absl::StatusCode::kFailedPrecondition, "REGISTERING",
                     absl::StrCat(model.name, " is still being registered"));

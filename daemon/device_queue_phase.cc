@@ -28,20 +28,13 @@ absl::Status NoSuchComponent(const ModelRecord& model, const std::string& name) 
                 absl::StrCat(model.name, " has no component '", name, "'; there are: ", known));
 }
 
-absl::Status LeaseIsOver(LeaseId lease) {
-  return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_LEASE", absl::StrCat("lease ", lease.value, " is over"));
-}
-
 // Why no phase of `model` can begin now.
 absl::Status CheckPhased(const ModelRecord& model) {
   if (model.mode != ModelMode::kPhased) {
     return Refuse(absl::StatusCode::kFailedPrecondition, "NOT_PHASED",
                   absl::StrCat(model.name, " is registered as held: all of it is there while it is active"));
   }
-  if (model.state == ModelState::kBroken) {
-    return Refuse(absl::StatusCode::kFailedPrecondition, "BROKEN",
-                  absl::StrCat(model.name, " is broken, unload it: ", std::string(model.last_error.message())));
-  }
+  if (model.state == ModelState::kBroken) return IsBroken(model);
   if (model.state != ModelState::kActive) {
     return Refuse(
         absl::StatusCode::kFailedPrecondition, "NOT_ACTIVE",

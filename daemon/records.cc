@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/records.h"
 
+#include <utility>
+
 #include "absl/base/internal/raw_logging.h"
 #include "absl/strings/str_cat.h"
 
@@ -41,11 +43,24 @@ uint64_t Records::pageable_bytes() const {
   });
 }
 
-ModelRecord* Records::FindModel(std::string_view name) {
-  for (auto& [id, model] : models) {
+absl::Status LeaseIsOver(LeaseId lease) {
+  return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_LEASE", absl::StrCat("lease ", lease.value, " is over"));
+}
+
+absl::Status IsBroken(const ModelRecord& model) {
+  return Refuse(absl::StatusCode::kFailedPrecondition, "BROKEN",
+                absl::StrCat(model.name, " is broken, unload it: ", std::string(model.last_error.message())));
+}
+
+const ModelRecord* Records::FindModel(std::string_view name) const {
+  for (const auto& [id, model] : models) {
     if (model.name == name) return &model;
   }
   return nullptr;
+}
+
+ModelRecord* Records::FindModel(std::string_view name) {
+  return const_cast<ModelRecord*>(std::as_const(*this).FindModel(name));
 }
 
 absl::StatusOr<ModelRecord*> Records::GetModel(std::string_view name) {

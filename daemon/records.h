@@ -101,6 +101,11 @@ struct DeviceRecord {
   absl::Status usable;  // why no model can be active there, as probed at start
 };
 
+// NOT_FOUND/NO_SUCH_LEASE.
+absl::Status LeaseIsOver(LeaseId lease);
+// FAILED_PRECONDITION/BROKEN, with what broke `model`.
+absl::Status IsBroken(const ModelRecord& model);
+
 struct Records {
   std::map<ModelId, ModelRecord> models;
   std::map<LeaseId, LeaseRecord> leases;
@@ -115,6 +120,7 @@ struct Records {
   uint64_t pageable_bytes() const;
 
   ModelRecord* FindModel(std::string_view name);
+  const ModelRecord* FindModel(std::string_view name) const;
   // As FindModel; NOT_FOUND/NO_SUCH_MODEL.
   absl::StatusOr<ModelRecord*> GetModel(std::string_view name);
   std::vector<LeaseRecord*> LeasesOf(ModelId model);

@@ -149,12 +149,7 @@ const Reply* CoreRig::reply(RequestId request) const {
 
 std::vector<RequestId> CoreRig::outstanding() const { return {asked_.begin(), asked_.end()}; }
 
-const ModelRecord* CoreRig::FindModel(const std::string& name) const {
-  for (const auto& [id, record] : arbiter_->records().models) {
-    if (record.name == name) return &record;
-  }
-  return nullptr;
-}
+const ModelRecord* CoreRig::FindModel(const std::string& name) const { return arbiter_->records().FindModel(name); }
 
 // ---- What can happen next. ----
 
