@@ -202,4 +202,12 @@ Json ReaderClient::Ask(const std::string& command) {
   return Answer();
 }
 
+Json ReaderClient::AskUntilRefused(const std::string& command) {
+  const absl::Time deadline = absl::Now() + kPatience;
+  while (true) {
+    Json answer = Ask(command);
+    if (answer.contains("error") || absl::Now() > deadline) return answer;
+  }
+}
+
 }  // namespace residency

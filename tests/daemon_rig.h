@@ -105,6 +105,8 @@ class ReaderClient {
   TestProcess& process() { return *process_; }
   // One command, one answer.
   Json Ask(const std::string& command);
+  // Asks until the answer is an error, which it is once the client has heard that its daemon is gone.
+  Json AskUntilRefused(const std::string& command);
   void Send(const std::string& command) { process_->WriteLine(command); }
   Json Answer() { return Json::parse(process_->ReadLine()); }
 

@@ -31,7 +31,7 @@ TEST_CASE("SIGTERM ends the daemon within five seconds, whoever is attached, wat
   CHECK(rig.daemon().Wait(absl::Seconds(10)) == 0);
   CHECK(absl::Now() - start < absl::Seconds(5));
   CHECK(watcher->Wait(absl::Seconds(5)) != 0);
-  CHECK(attached.Ask("hash").at("error").at("code") == "UNAVAILABLE");
+  CHECK(attached.AskUntilRefused("hash").at("error").at("code") == "UNAVAILABLE");
   CHECK(in_use.Ask("leave") == Json::object());
 }
 
@@ -65,7 +65,7 @@ TEST_CASE("After the daemon was killed a new one starts on its directory, and ol
   const Json status = rig.Status();
   CHECK(status.at("daemon").at("epoch") != epoch);
   CHECK(status.at("models").empty());
-  const Json refused = old.Ask("hash");
+  const Json refused = old.AskUntilRefused("hash");
   INFO(refused.dump());
   CHECK(refused.at("error").at("code") == "UNAVAILABLE");
   CHECK(refused.at("error").at("reason") == "DAEMON_GONE");
