@@ -231,8 +231,10 @@ void Broker::Do(const MeasureDevice& effect) {
 }
 
 void Broker::Do(const RealizePlan& effect) {
+  std::vector<std::pair<ModelId, std::vector<const Source*>>> givers;
+  for (ModelId giver : effect.givers) givers.emplace_back(giver, SourcesOf(giver));
   GpuOf(models_.at(effect.model)->device)
-      .Realize(effect.model, effect.plan, SourcesOf(effect.model), [this](const PlanRealized& event) { Feed(event); });
+      .Realize(effect, SourcesOf(effect.model), std::move(givers), [this](const PlanRealized& event) { Feed(event); });
   // What the core takes up next, after the transfer that the end has stopped.
   if (!ending_.ok()) GpuOf(models_.at(effect.model)->device).CancelRealize();
 }

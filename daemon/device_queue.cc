@@ -182,7 +182,46 @@ void DeviceQueue::Fill() {
   model.Apply(ModelChange::kActivationBegan);
   model.claimed_device_bytes = ClaimedBytes(model.layout, model.mode);
   job_->phase = Phase::kFilling;
-  Emit(RealizePlan{model.id, ActivationPlan(model.layout, model.mode)});
+  Emit(RealizePlan{model.id, ActivationPlan(model.layout, model.mode), job_->givers,
+                   std::get<ActivateRequested>(job_->request).skip_verification});
+}
+
+// Nobody uses the victim any more. It keeps its cells until the bytes that need their place are about to flow.
+void DeviceQueue::VictimLetGo() {
+  job_->givers.push_back(job_->clearing);
+  // Whoever gave up meanwhile evicts nobody.
+  if (job_->replied) {
+    KeepGivers();
+    return Finish();
+  }
+  if (job_->victims.empty()) return Fill();
+  const ModelId next = job_->victims.front();
+  job_->victims.erase(job_->victims.begin());
+  Clear(next);
+}
+
+// The victims so far stay after all.
+void DeviceQueue::KeepGivers() {
+  for (ModelId giver : std::exchange(job_->givers, {})) {
+    Model(giver).Apply(ModelChange::kDeactivationUndone);
+    ResendCells(giver);
+  }
+}
+
+void DeviceQueue::FinishGivers(const PlanRealized& event) {
+  for (const GiverEmptied& emptied : event.givers) {
+    ModelRecord& giver = Model(emptied.model);
+    giver.device_bytes = emptied.device_bytes;
+    job_->pooled = true;
+    if (emptied.status.ok()) {
+      TakenOff(giver);
+      job_->evicted.push_back(giver.name);
+      continue;
+    }
+    giver.last_error = emptied.status;
+    giver.Apply(emptied.broken ? ModelChange::kBroke : ModelChange::kDeactivationUndone);
+    ResendCells(giver.id);
+  }
 }
 
 // That its caller gave up is nothing wrong with the model.
@@ -191,6 +230,7 @@ bool DeviceQueue::StoppedInTime(const PlanRealized& event) const {
 }
 
 void DeviceQueue::FinishActivation(const PlanRealized& event) {
+  FinishGivers(event);
   ModelRecord& model = Model(job_->model);
   model.device_bytes = event.device_bytes;
   if (!event.status.ok()) {
@@ -207,16 +247,16 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
   if (asked.device_bytes.has_value()) model.asked_device_bytes = asked.device_bytes;
   model.generation += 1;
   model.last_used = context_.now;
-  model.last_activation = ActivationRecord{event.copied_bytes, event.duration, event.verified_cells};
+  // All that it took, from the first effect to this event.
+  const absl::Duration duration = context_.now - job_->began;
+  model.last_activation = ActivationRecord{event.copied_bytes, duration, event.verified_cells};
   model.last_error = absl::OkStatus();
   // Leases from before get their cells back, at the same addresses, without asking.
-  for (LeaseRecord* lease : records_.LeasesOf(model.id)) {
-    if (records_.WantsCells(*lease)) SendCells(*lease);
-  }
+  ResendCells(model.id);
   const LeaseId lease = Grant(std::get<ActivateRequested>(job_->request), model);
   ActivateOutcome outcome = OutcomeOf(model, lease);
   outcome.bytes_moved = event.copied_bytes;
-  outcome.duration = event.duration;
+  outcome.duration = duration;
   outcome.verified_cells = event.verified_cells;
   outcome.refilled_cells = event.refilled_cells;
   outcome.device_bytes = event.device_bytes;
@@ -245,6 +285,12 @@ LeaseId DeviceQueue::Grant(const ActivateRequested& request, ModelRecord& model)
   lease->working_bytes = request.working_bytes;
   if (records_.WantsCells(*lease)) SendCells(*lease);
   return lease->id;
+}
+
+void DeviceQueue::ResendCells(ModelId model) {
+  for (LeaseRecord* lease : records_.LeasesOf(model)) {
+    if (records_.WantsCells(*lease)) SendCells(*lease);
+  }
 }
 
 void DeviceQueue::SendCells(LeaseRecord& lease) {

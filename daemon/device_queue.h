@@ -5,7 +5,8 @@
 // pure; called by the arbiter within a step.
 //
 // A job runs through these phases (each waits for the event in brackets):
-//   activate:   kMeasuring [DeviceMeasured], for each victim as deactivate, kFilling [PlanRealized]
+//   activate:   kMeasuring [DeviceMeasured], for each victim kClosing and kRevoking as below, kFilling [PlanRealized],
+//               which also takes the victims off
 //   deactivate: kClosing [UseWordsClosed], kRevoking [LeaseReleased of each], kUnmapping [PlanRealized];
 //               when the time is up while kRevoking: kReopening [UseWordsReopened], and it is undone
 //   unload:     as deactivate where active, kDropping [ModelDropped]
@@ -91,7 +92,8 @@ class DeviceQueue {
     ModelId clearing;              // the model that is being taken off: `model`, or a victim
     uint32_t component = 0;        // whose phase is to begin
     PhaseId left;                  // the phase that the request's lease was in
-    std::vector<ModelId> victims;  // still to be taken off
+    std::vector<ModelId> victims;  // whose leases are still to be asked back
+    std::vector<ModelId> givers;   // the victims that nobody uses any more: they give their cells to the fill
     std::vector<std::string> evicted;
     bool replied = false;
     bool stopped = false;         // the fill was told to stop
@@ -108,6 +110,9 @@ class DeviceQueue {
   void Start(const BeginPhaseRequested& request);
   void Start(const EndPhaseRequested& request);
   void Fill();
+  void VictimLetGo();
+  void KeepGivers();
+  void FinishGivers(const PlanRealized& event);
   void StopUnwantedFill();
   bool StoppedInTime(const PlanRealized& event) const;
   void FinishActivation(const PlanRealized& event);
@@ -127,6 +132,8 @@ class DeviceQueue {
   void TakeBack();
   void NotCleared(const absl::Status& status);
   void Cleared(const PlanRealized& event);
+  void TakenOff(ModelRecord& model);
+  void ResendCells(ModelId model);
   void DropModelNow();
   LeaseId Grant(const ActivateRequested& request, ModelRecord& model);
   absl::Status NoRoom(const ModelRecord& model, uint64_t needed_bytes, const DeviceRoom& room,

@@ -66,6 +66,7 @@ bool DeviceQueue::MustLetGo(const LeaseRecord& lease) const { return !changes_ph
 
 void DeviceQueue::LetGo() {
   if (changes_phase()) return PhaseCleared();
+  if (std::holds_alternative<ActivateRequested>(job_->request)) return VictimLetGo();
   Unmap(job_->clearing);
 }
 
@@ -90,9 +91,7 @@ void DeviceQueue::On(const UseWordsClosed& event) {
 void DeviceQueue::OnLeaseLet(ModelId model) {
   if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) return CheckRevoked();
   // It came too late for the revocation that asked for it, and the model stayed: it gets its cells back.
-  for (LeaseRecord* lease : records_.LeasesOf(model)) {
-    if (records_.WantsCells(*lease)) SendCells(*lease);
-  }
+  ResendCells(model);
   WakeWaiting();
   TakeOffLeft(model);
   Pump();
@@ -159,9 +158,8 @@ void DeviceQueue::NotCleared(const absl::Status& status) {
   if (model.state == ModelState::kDeactivating) model.Apply(ModelChange::kDeactivationUndone);
   RestorePhase();
   ReplyNow(status);
-  for (LeaseRecord* lease : records_.LeasesOf(model.id)) {
-    if (records_.WantsCells(*lease)) SendCells(*lease);
-  }
+  ResendCells(model.id);
+  KeepGivers();
   Finish();
 }
 
@@ -193,20 +191,19 @@ void DeviceQueue::Cleared(const PlanRealized& event) {
     return Finish();
   }
   job_->unmapped_bytes = event.unmapped_bytes;
+  TakenOff(model);
+  if (unloading) return DropModelNow();
+  ReplyNow(absl::OkStatus(), DeactivateOutcome{event.pooled_bytes, event.freed_bytes, event.copied_to_host_bytes,
+                                               context_.now - job_->began});
+  Finish();
+}
+
+// All of it is off the GPU.
+void DeviceQueue::TakenOff(ModelRecord& model) {
   if (model.state == ModelState::kDeactivating) model.Apply(ModelChange::kDeactivated);
   model.component_on_gpu.reset();
   for (LeaseRecord* lease : records_.LeasesOf(model.id)) lease->phase = PhaseId{};
   model.claimed_device_bytes = 0;
-  if (unloading) return DropModelNow();
-  if (std::holds_alternative<DeactivateRequested>(job_->request)) {
-    ReplyNow(absl::OkStatus(), DeactivateOutcome{event.pooled_bytes, event.freed_bytes, event.copied_to_host_bytes,
-                                                 context_.now - job_->began});
-    return Finish();
-  }
-  // A victim is gone; what is free now is measured again rather than computed.
-  job_->evicted.push_back(model.name);
-  job_->phase = Phase::kMeasuring;
-  Emit(MeasureDevice{device_});
 }
 
 void DeviceQueue::DropModelNow() {

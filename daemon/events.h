@@ -49,6 +49,7 @@ struct ActivateRequested {
   SessionId session;  // nobody: a prewarm
   uint64_t working_bytes = 0;
   absl::Time deadline = absl::InfiniteFuture();
+  bool skip_verification = false;  // what comes onto the GPU is not compared with its source there
 };
 
 struct DeactivateRequested {
@@ -112,6 +113,14 @@ struct DeviceMeasured {
   std::vector<LeaseId> leases_in_use;  // on models of this device, as their use words say
 };
 
+// What became of a model that a RealizePlan had emptied; `device_bytes` is measured afterwards.
+struct GiverEmptied {
+  ModelId model;
+  absl::Status status;  // where not OK, all of it is there again, unless broken; and the plan was not realized
+  bool broken = false;
+  uint64_t device_bytes = 0;
+};
+
 // RealizePlan is done; `device_bytes` is measured afterwards, in either case.
 struct PlanRealized {
   ModelId model;
@@ -126,6 +135,7 @@ struct PlanRealized {
   uint64_t freed_bytes = 0;           // by how much the driver's free figure rose
   uint64_t copied_to_host_bytes = 0;  // counted; a deactivation has none
   absl::Duration duration;
+  std::vector<GiverEmptied> givers;  // one for each that was named
 };
 
 // VerifyCells is done.
@@ -288,10 +298,13 @@ struct DropModel {
 struct MeasureDevice {
   DeviceId device;
 };
-// -> PlanRealized
+// Takes the cells of `givers`, which nobody uses, under the model's addresses as they are needed, and the rest of them
+// off, whether or not the plan could be realized; -> PlanRealized
 struct RealizePlan {
   ModelId model;
   Plan plan;
+  std::vector<ModelId> givers;
+  bool skip_verification = false;
 };
 // Nobody waits for the RealizePlan of `model` that is under way: it is to stop and be undone. Its PlanRealized comes
 // all the same, as CANCELLED unless it was through already.

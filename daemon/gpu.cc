@@ -68,13 +68,21 @@ void Gpu::RemoveModel(ModelId model, std::function<void(uint64_t)> done) {
   });
 }
 
-void Gpu::Realize(ModelId model, Plan plan, std::vector<const Source*> sources,
+void Gpu::Realize(const RealizePlan& effect, std::vector<const Source*> sources,
+                  std::vector<std::pair<ModelId, std::vector<const Source*>>> givers,
                   std::function<void(PlanRealized)> done) {
   realizing_ = std::stop_source();
+  std::vector<Giver> emptied;
+  for (auto& [giver, giver_sources] : givers) {
+    emptied.push_back({giver, arenas_.at(giver).get(), std::move(giver_sources)});
+  }
   Run(
       *loop_,
-      [this, model, arena = arenas_.at(model).get(), plan = std::move(plan), sources = std::move(sources),
-       stop = realizing_.get_token()] { return memory_->Realize(model, *arena, plan, sources, stop); },
+      [this, effect, arena = arenas_.at(effect.model).get(), sources = std::move(sources), emptied = std::move(emptied),
+       stop = realizing_.get_token()] {
+        const RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
+        return memory_->Realize(effect.model, *arena, effect.plan, sources, options, emptied);
+      },
       std::move(done));
 }
 

@@ -35,13 +35,21 @@ absl::StatusOr<std::unique_ptr<Arena>> GpuMemory::Reserve(const Layout& layout) 
 }
 
 PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources,
-                                std::stop_token stop) {
+                                RealizeOptions options, std::span<const Giver> givers) {
   PlanRealized realized{.model = model};
+  const Plan before = arena.CurrentPlan();
+  std::vector<Arena*> giver_arenas;
+  std::vector<Plan> giver_plans;
+  for (const Giver& giver : givers) {
+    giver_arenas.push_back(giver.arena);
+    giver_plans.push_back(giver.arena->CurrentPlan());
+  }
+  options.givers = giver_arenas;
   const uint64_t copied_before_bytes = device_->copied_to_host_bytes();
   const uint64_t pooled_before_bytes = pool_.idle_bytes();
   const absl::StatusOr<MemoryInfo> memory_before = device_->Memory();
   const absl::Time began = MonotonicNow();
-  if (const auto report = arena.Realize(plan, sources, std::move(stop)); report.ok()) {
+  if (const auto report = arena.Realize(plan, sources, options); report.ok()) {
     realized.copied_bytes = report->copied_bytes;
     realized.verified_cells = report->verified_cells;
     realized.refilled_cells = report->refilled_cells;
@@ -50,6 +58,26 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
   } else {
     realized.status = report.status();
     realized.device_bytes = arena.Measure().device_bytes;
+  }
+  for (size_t i = 0; i < givers.size(); ++i) {
+    Arena& giver = *givers[i].arena;
+    GiverEmptied emptied{.model = givers[i].model, .status = giver.Empty()};
+    if (!emptied.status.ok()) {
+      // There is room for one of the two.
+      if (realized.status.ok()) {
+        realized.status = emptied.status;
+        (void)arena.Return(before, sources);
+        realized.device_bytes = arena.Measure().device_bytes;
+      }
+      if (arena.broken()) {
+        giver.Break();
+      } else {
+        (void)giver.Return(giver_plans[i], givers[i].sources);
+      }
+    }
+    emptied.broken = giver.broken();
+    emptied.device_bytes = giver.Measure().device_bytes;
+    realized.givers.push_back(std::move(emptied));
   }
   realized.duration = MonotonicNow() - began;
   realized.copied_to_host_bytes = device_->copied_to_host_bytes() - copied_before_bytes;

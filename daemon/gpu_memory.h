@@ -37,6 +37,13 @@ struct GpuMeasurement {
   absl::Duration duration;
 };
 
+// A model that a Realize of another one empties; all of it outlives the call.
+struct Giver {
+  ModelId model;
+  Arena* arena = nullptr;
+  std::vector<const Source*> sources;
+};
+
 class GpuMemory {
  public:
   // Opens the GPU and probes what it can do. A GPU that cannot map or share is opened all the same, see usable().
@@ -48,8 +55,9 @@ class GpuMemory {
 
   // Reserves the addresses of a model. `layout` and this must outlive the arena.
   absl::StatusOr<std::unique_ptr<Arena>> Reserve(const Layout& layout);
+  // `options.givers` is what `givers` say.
   PlanRealized Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources,
-                       std::stop_token stop = {});
+                       RealizeOptions options = {}, std::span<const Giver> givers = {});
   CellsVerified Verify(ModelId model, Arena& arena, std::span<const Source* const> sources);
   // Descriptors for all resident cells, duplicates that are the caller's.
   absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout);

@@ -39,7 +39,7 @@ RESIDENCY_RECORDED(PinOutcome, pinned, reason, message);
 
 RESIDENCY_RECORDED(RegisterRequested, request, name, identity, device, budget, layout, mode, pin, host);
 RESIDENCY_RECORDED(UnloadRequested, request, name);
-RESIDENCY_RECORDED(ActivateRequested, request, name, budget, session, working_bytes, deadline);
+RESIDENCY_RECORDED(ActivateRequested, request, name, budget, session, working_bytes, deadline, skip_verification);
 RESIDENCY_RECORDED(DeactivateRequested, request, name, drain);
 RESIDENCY_RECORDED(VerifyRequested, request, name);
 RESIDENCY_RECORDED(ReleaseLeaseRequested, request, session, lease);
@@ -50,7 +50,8 @@ RESIDENCY_RECORDED(MirrorsBuilt, model, status, pinned_bytes, pin_refusal, pin_l
 RESIDENCY_RECORDED(DeviceMeasured, device, status, total_bytes, free_bytes, pool_idle_bytes, broker_bytes,
                    leases_in_use);
 RESIDENCY_RECORDED(PlanRealized, model, status, broken, device_bytes, copied_bytes, verified_cells, refilled_cells,
-                   unmapped_bytes, pooled_bytes, freed_bytes, copied_to_host_bytes, duration);
+                   unmapped_bytes, pooled_bytes, freed_bytes, copied_to_host_bytes, duration, givers);
+RESIDENCY_RECORDED(GiverEmptied, model, status, broken, device_bytes);
 RESIDENCY_RECORDED(CellsVerified, model, status, broken, verified_cells, refilled_cells, absent_cells, duration);
 RESIDENCY_RECORDED(ModelDropped, model, host_bytes, device_bytes);
 RESIDENCY_RECORDED(UseWordsClosed, model, in_use);
@@ -78,7 +79,7 @@ RESIDENCY_RECORDED(CancelMirrors, model);
 RESIDENCY_RECORDED(JoinMirrors, model, request);
 RESIDENCY_RECORDED(DropModel, model);
 RESIDENCY_RECORDED(MeasureDevice, device);
-RESIDENCY_RECORDED(RealizePlan, model, plan);
+RESIDENCY_RECORDED(RealizePlan, model, plan, givers, skip_verification);
 RESIDENCY_RECORDED(CancelRealize, model);
 RESIDENCY_RECORDED(VerifyCells, model);
 RESIDENCY_RECORDED(TrimPool, device);

@@ -176,8 +176,10 @@ grpc::ServerUnaryReactor* Service::UnloadModel(grpc::CallbackServerContext* cont
 grpc::ServerUnaryReactor* Service::Activate(grpc::CallbackServerContext* context, const v1::ActivateRequest* request,
                                             v1::ActivateResponse* response) {
   return UnaryCall::Start(loop_, [this, context, request, response](UnaryCall& call) {
-    ActivateRequested event{
-        .name = request->model(), .budget = BudgetOf(request->budget()), .working_bytes = request->working_bytes()};
+    ActivateRequested event{.name = request->model(),
+                            .budget = BudgetOf(request->budget()),
+                            .working_bytes = request->working_bytes(),
+                            .skip_verification = request->skip_verification()};
     if (!request->session_id().empty()) {
       const auto session = FindSession(*context, request->session_id());
       if (!session.ok()) return call.End(session.status());

@@ -9,16 +9,8 @@
 #include "mechanisms/refusal.h"
 
 namespace residency {
-namespace {
-
-// Cells are mapped about this far ahead of their copies: enough that the copy engine never waits for the
-// page tables, while mapping everything first costs 3 to 5 % (155.5 against 164 ms for 8 GiB on an H200).
-constexpr uint64_t kMapAheadBytes = 64 * kMiB;
-
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const Device& device, CellPool& pool, Digester& digester,
-                                                     const Layout& layout) {
+                                                     const Layout& layout, const ArenaOptions& options) {
   AddressRange span;
   if (layout.span_bytes > 0) {
     auto reserved = device.Reserve(layout.span_bytes);
@@ -27,7 +19,8 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const Device& device, CellP
   }
   auto stream = device.CreateStream();
   if (!stream.ok()) return stream.status();
-  return std::unique_ptr<Arena>(new Arena(device, pool, digester, layout, std::move(span), *std::move(stream)));
+  return std::unique_ptr<Arena>(
+      new Arena(device, pool, digester, layout, options, std::move(span), *std::move(stream)));
 }
 
 Arena::~Arena() {
@@ -38,14 +31,14 @@ Arena::~Arena() {
 }
 
 absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const Source* const> sources,
-                                             std::stop_token stop) {
+                                             const RealizeOptions& options) {
   if (broken_ && Price(layout_, plan) != 0) {
     return Refuse(absl::StatusCode::kFailedPrecondition, "BROKEN",
                   "an earlier transition of this model failed and could not be undone");
   }
   const Plan before = CurrentPlan();
   RealizeReport report;
-  const absl::Status status = Apply(plan, sources, stop, report);
+  const absl::Status status = Apply(plan, sources, options, report);
   if (status.ok()) return report;
   if (!broken_ && !Undo(before, sources).ok()) broken_ = true;
   return status;
@@ -53,7 +46,7 @@ absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const S
 
 absl::Status Arena::Undo(const Plan& before, std::span<const Source* const> sources) {
   RealizeReport report;
-  if (auto status = Apply(before, sources, std::stop_token(), report); !status.ok()) return status;
+  if (auto status = Apply(before, sources, {}, report); !status.ok()) return status;
   // What came back was verified as it came; this is about the cells that stayed.
   return Mend(sources);
 }
@@ -64,7 +57,18 @@ absl::Status Arena::Mend(std::span<const Source* const> sources) {
   return wrong.ok() ? Refill(*wrong, sources) : wrong.status();
 }
 
-absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sources, const std::stop_token& stop,
+absl::Status Arena::Empty() {
+  RealizeReport report;
+  return Apply(NoneResident(layout_), {}, {}, report);
+}
+
+absl::Status Arena::Return(const Plan& before, std::span<const Source* const> sources) {
+  absl::Status status = Undo(before, sources);
+  if (!status.ok()) broken_ = true;
+  return status;
+}
+
+absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sources, const RealizeOptions& options,
                           RealizeReport& report) {
   std::vector<uint32_t> leaving;
   std::vector<uint32_t> coming;
@@ -75,7 +79,7 @@ absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sourc
     if (!there && wanted) coming.push_back(cell);
   }
   if (auto status = Remove(leaving, report); !status.ok()) return status;
-  if (auto status = Add(coming, sources, stop, report); !status.ok()) return status;
+  if (auto status = Add(coming, sources, options, report); !status.ok()) return status;
   const Footprint footprint = Measure();
   if (!footprint.status.ok()) return footprint.status;
   const uint64_t measured_bytes = footprint.device_bytes;
@@ -88,10 +92,11 @@ absl::Status Arena::Apply(const Plan& plan, std::span<const Source* const> sourc
   return absl::OkStatus();
 }
 
-// Waits for what may still run on the stream.
+// Waits for copies and digests that may still be under way.
 absl::Status Arena::Settle() {
   if (!busy_) return absl::OkStatus();
   absl::Status status = device_.Synchronize(stream_);
+  if (absl::Status digested = digester_.Settle(); status.ok()) status = digested;
   if (status.ok()) busy_ = false;
   return status;
 }
@@ -116,38 +121,114 @@ absl::Status Arena::Remove(const std::vector<uint32_t>& cells, RealizeReport& re
 }
 
 absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
-                        const std::stop_token& stop, RealizeReport& report) {
-  CopyQueue copies(device_, stream_, stop);
-  size_t next_to_map = 0;
-  uint64_t ahead_bytes = 0;
-  absl::Status status;
-  for (size_t next_to_copy = 0; next_to_copy < cells.size() && status.ok(); ++next_to_copy) {
-    while (next_to_map < cells.size() && (next_to_map <= next_to_copy || ahead_bytes < kMapAheadBytes) && status.ok()) {
-      status = MapCell(cells[next_to_map]);
-      ahead_bytes += layout_.cells[cells[next_to_map]].bytes;
-      ++next_to_map;
-    }
-    if (!status.ok()) break;
-    const uint32_t cell = cells[next_to_copy];
-    const LayoutCell& place = layout_.cells[cell];
-    busy_ = true;
-    status = copies.Add(AddressOf(cell), sources[place.component]->CellData(cell), place.bytes);
-    ahead_bytes -= place.bytes;
-    report.copied_bytes += place.bytes;
+                        const RealizeOptions& options, RealizeReport& report) {
+  if (cells.empty()) return absl::OkStatus();
+  if (auto status = Stock(cells, options.givers); !status.ok()) return status;
+  busy_ = true;
+  absl::Status status = options.verify ? digester_.Begin(ItemsOf(cells)) : absl::OkStatus();
+  if (status.ok()) status = Enqueue(cells, sources, options, report);
+  std::vector<uint64_t> digests;
+  if (status.ok() && options.verify) {
+    auto finished = digester_.Finish();
+    status = finished.status();
+    if (finished.ok()) digests = *std::move(finished);
   }
   // Whether or not it went well: no copy may be in flight when the caller changes the mapping or gives up.
-  if (auto finished = Settle(); status.ok()) status = finished;
+  if (auto settled = Settle(); status.ok()) status = settled;
   if (!status.ok()) return status;
-  const auto wrong = FindWrong(cells, sources);
-  if (!wrong.ok()) return wrong.status();
-  if (auto refilled = Refill(*wrong, sources); !refilled.ok()) return refilled;
+  if (!options.verify) return absl::OkStatus();
+  const std::vector<uint32_t> wrong = WrongOf(cells, digests, sources);
+  if (auto refilled = Refill(wrong, sources); !refilled.ok()) return refilled;
   report.verified_cells += cells.size();
-  report.refilled_cells += wrong->size();
+  report.refilled_cells += wrong.size();
   return absl::OkStatus();
 }
 
-absl::Status Arena::MapCell(uint32_t cell) {
-  auto taken = pool_.Take(layout_.cells[cell].bytes);
+// Sees to it that the pool and the givers have a cell for each of `cells`.
+absl::Status Arena::Stock(const std::vector<uint32_t>& cells, std::span<Arena* const> givers) {
+  CellCounts needed;
+  for (uint32_t cell : cells) ++needed[layout_.cells[cell].bytes];
+  CellCounts missing = needed;
+  std::vector<std::pair<Arena*, uint32_t>> surplus;  // what the givers have beyond what is needed
+  for (Arena* giver : givers) {
+    for (const auto& [cell, memory] : giver->mapped_) {
+      const auto size = missing.find(memory.memory.bytes());
+      if (size != missing.end() && size->second > 0) {
+        --size->second;
+      } else {
+        surplus.emplace_back(giver, cell);
+      }
+    }
+  }
+  // What is created takes the place of cells that nobody needs.
+  const uint64_t create_bytes = pool_.MissingBytes(missing);
+  for (const auto& [giver, cell] : surplus) {
+    if (pool_.IdleBytesBeyond(needed) >= create_bytes) break;
+    RealizeReport report;
+    if (auto status = giver->Remove({cell}, report); !status.ok()) return status;
+  }
+  return pool_.Stock(missing, needed);
+}
+
+// Maps and copies, and has digested what was copied, a batch at a time.
+absl::Status Arena::Enqueue(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
+                            const RealizeOptions& options, RealizeReport& report) {
+  CopyQueue copies(device_, stream_, options.stop);
+  size_t next_to_map = 0;
+  uint64_t ahead_bytes = 0;
+  size_t undigested = 0;
+  uint64_t undigested_bytes = 0;
+  for (size_t next_to_copy = 0; next_to_copy < cells.size(); ++next_to_copy) {
+    while (next_to_map < cells.size() && (next_to_map <= next_to_copy || ahead_bytes < options_.map_ahead_bytes)) {
+      if (auto status = MapCell(cells[next_to_map], options.givers); !status.ok()) return status;
+      ahead_bytes += layout_.cells[cells[next_to_map]].bytes;
+      ++next_to_map;
+    }
+    const uint32_t cell = cells[next_to_copy];
+    const LayoutCell& place = layout_.cells[cell];
+    const std::byte* data = sources[place.component]->CellData(cell);
+    if (auto status = copies.Add(AddressOf(cell), data, place.bytes); !status.ok()) return status;
+    ahead_bytes -= place.bytes;
+    report.copied_bytes += place.bytes;
+    undigested_bytes += place.bytes;
+    const size_t copied = next_to_copy + 1;
+    if (options.verify && (undigested_bytes >= options_.digest_batch_bytes || copied == cells.size())) {
+      if (auto status = digester_.Launch(undigested, copied - undigested, stream_); !status.ok()) return status;
+      undigested = copied;
+      undigested_bytes = 0;
+    }
+  }
+  // The last bytes are still on their way meanwhile.
+  for (Arena* giver : options.givers) {
+    if (auto status = giver->Give(giver->layout_.span_bytes); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+// Puts at least so many bytes of its cells into the pool, the last ones first, or all it has.
+absl::Status Arena::Give(uint64_t bytes) {
+  std::vector<uint32_t> cells;
+  uint64_t given_bytes = 0;
+  for (auto cell = mapped_.rbegin(); cell != mapped_.rend() && given_bytes < bytes; ++cell) {
+    cells.push_back(cell->first);
+    given_bytes += cell->second.memory.bytes();
+  }
+  std::reverse(cells.begin(), cells.end());
+  RealizeReport report;
+  return Remove(cells, report);
+}
+
+absl::StatusOr<Cell> Arena::TakeCell(uint64_t bytes, std::span<Arena* const> givers) {
+  for (Arena* giver : givers) {
+    while (!pool_.HasIdle(bytes) && !giver->mapped_.empty()) {
+      if (auto status = giver->Give(bytes); !status.ok()) return status;
+    }
+  }
+  return pool_.Take(bytes);
+}
+
+absl::Status Arena::MapCell(uint32_t cell, std::span<Arena* const> givers) {
+  auto taken = TakeCell(layout_.cells[cell].bytes, givers);
   if (!taken.ok()) return taken.status();
   const CUdeviceptr address = AddressOf(cell);
   const uint64_t bytes = taken->memory.bytes();
@@ -186,18 +267,27 @@ absl::StatusOr<std::vector<uint32_t>> Arena::FindWrong(const std::vector<uint32_
     if (auto status = OpenCell(*unopened_.begin()); !status.ok()) return status;
     unopened_.erase(unopened_.begin());
   }
+  busy_ = true;
+  const auto digests = digester_.Digest(ItemsOf(cells));
+  if (!digests.ok()) return digests.status();
+  busy_ = false;
+  return WrongOf(cells, *digests, sources);
+}
+
+std::vector<DigestItem> Arena::ItemsOf(const std::vector<uint32_t>& cells) const {
   std::vector<DigestItem> items;
   for (uint32_t cell : cells) {
     items.push_back({.address = AddressOf(cell), .word_count = layout_.cells[cell].bytes / 8, .first_index = 0});
   }
-  busy_ = true;
-  auto digests = digester_.Digest(items, stream_);
-  if (!digests.ok()) return digests.status();
-  busy_ = false;
+  return items;
+}
+
+std::vector<uint32_t> Arena::WrongOf(const std::vector<uint32_t>& cells, const std::vector<uint64_t>& digests,
+                                     std::span<const Source* const> sources) const {
   std::vector<uint32_t> wrong;
   for (size_t i = 0; i < cells.size(); ++i) {
     const uint32_t component = layout_.cells[cells[i]].component;
-    if ((*digests)[i] != sources[component]->CellDigest(cells[i])) wrong.push_back(cells[i]);
+    if (digests[i] != sources[component]->CellDigest(cells[i])) wrong.push_back(cells[i]);
   }
   return wrong;
 }

@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mechanisms/cell_pool.h"
 
-#include <iterator>
 #include <utility>
 
-#include "mechanisms/refusal.h"
+#include "mechanisms/units.h"
 
 namespace residency {
+namespace {
+
+uint64_t CountOf(const CellCounts& counts, uint64_t bytes) {
+  const auto found = counts.find(bytes);
+  return found == counts.end() ? 0 : found->second;
+}
+
+}  // namespace
 
 absl::StatusOr<Cell> CellPool::Take(uint64_t bytes) {
   if (auto found = idle_.find(bytes); found != idle_.end() && !found->second.empty()) {
@@ -15,7 +22,7 @@ absl::StatusOr<Cell> CellPool::Take(uint64_t bytes) {
     idle_bytes_ -= bytes;
     return cell;
   }
-  GiveBack(bytes);
+  GiveBack(bytes, {});
   auto memory = device_.Create(bytes);
   if (!memory.ok()) return memory.status();
   return Cell{.memory = *std::move(memory), .descriptor = UniqueFd()};
@@ -35,17 +42,48 @@ absl::Status CellPool::Export(Cell& cell) const {
   return absl::OkStatus();
 }
 
-void CellPool::GiveBack(uint64_t bytes) {
-  for (uint64_t given_bytes = 0; given_bytes < bytes && !idle_.empty();) {
-    // The largest first: the fewest calls.
-    const auto largest = std::prev(idle_.end());
-    if (largest->second.empty()) {
-      idle_.erase(largest);
-      continue;
+bool CellPool::HasIdle(uint64_t bytes) const {
+  const auto found = idle_.find(bytes);
+  return found != idle_.end() && !found->second.empty();
+}
+
+uint64_t CellPool::MissingBytes(const CellCounts& needed) const {
+  uint64_t missing_bytes = 0;
+  for (const auto& [bytes, count] : needed) {
+    const auto found = idle_.find(bytes);
+    const uint64_t idle_count = found == idle_.end() ? 0 : found->second.size();
+    missing_bytes += SaturatingSubtract(count, idle_count) * bytes;
+  }
+  return missing_bytes;
+}
+
+uint64_t CellPool::IdleBytesBeyond(const CellCounts& kept) const {
+  uint64_t idle_bytes = 0;
+  for (const auto& [bytes, cells] : idle_) idle_bytes += SaturatingSubtract(cells.size(), CountOf(kept, bytes)) * bytes;
+  return idle_bytes;
+}
+
+absl::Status CellPool::Stock(const CellCounts& needed, const CellCounts& kept) {
+  GiveBack(MissingBytes(needed), kept);
+  for (const auto& [bytes, count] : needed) {
+    while (idle_[bytes].size() < count) {
+      auto memory = device_.Create(bytes);
+      if (!memory.ok()) return memory.status();
+      Put(Cell{.memory = *std::move(memory), .descriptor = UniqueFd()});
     }
-    given_bytes += largest->first;
-    idle_bytes_ -= largest->first;
-    largest->second.pop_back();
+  }
+  return absl::OkStatus();
+}
+
+void CellPool::GiveBack(uint64_t bytes, const CellCounts& kept) {
+  uint64_t given_bytes = 0;
+  // The largest first: the fewest calls.
+  for (auto size = idle_.rbegin(); size != idle_.rend() && given_bytes < bytes; ++size) {
+    while (size->second.size() > CountOf(kept, size->first) && given_bytes < bytes) {
+      given_bytes += size->first;
+      idle_bytes_ -= size->first;
+      size->second.pop_back();
+    }
   }
 }
 

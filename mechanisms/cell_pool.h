@@ -25,6 +25,9 @@ struct Cell {
   UniqueFd descriptor;  // not valid until CellPool::Export
 };
 
+// How many cells of each size, by bytes.
+using CellCounts = std::map<uint64_t, uint64_t>;
+
 class CellPool {
  public:
   explicit CellPool(const Device& device) : device_(device) {}
@@ -33,6 +36,14 @@ class CellPool {
   // back to the driver first, so that idle cells are as good as free memory to whoever counts. What an idle cell
   // holds is what its last model left there. RESOURCE_EXHAUSTED/GPU_MEMORY.
   absl::StatusOr<Cell> Take(uint64_t bytes);
+  // Creates what is missing of `needed` idle cells, so that Take of them creates and releases nothing. As many bytes
+  // go back to the driver first, as Take says, of idle cells beyond `kept`, which has at least those needed.
+  // RESOURCE_EXHAUSTED/GPU_MEMORY: what was created stays.
+  absl::Status Stock(const CellCounts& needed, const CellCounts& kept);
+  // The bytes that Stock would create.
+  uint64_t MissingBytes(const CellCounts& needed) const;
+  uint64_t IdleBytesBeyond(const CellCounts& kept) const;
+  bool HasIdle(uint64_t bytes) const;
   // Keeps a cell that is mapped nowhere in this process.
   void Put(Cell cell);
   // Exports `cell` unless that was done before.
@@ -43,7 +54,7 @@ class CellPool {
   uint64_t Trim();
 
  private:
-  void GiveBack(uint64_t bytes);
+  void GiveBack(uint64_t bytes, const CellCounts& kept);
 
   const Device& device_;
   std::map<uint64_t, std::vector<Cell>> idle_;  // by bytes; the last one in is the first one out

@@ -37,7 +37,12 @@ absl::StatusOr<std::unique_ptr<Digester>> Digester::Create(const Device& device)
       !status.ok()) {
     return status;
   }
-  std::unique_ptr<Digester> digester(new Digester(device, std::move(module), kernel));
+  auto stream = device.CreateStream();
+  if (!stream.ok()) return stream.status();
+  auto copied = device.CreateEvent();
+  if (!copied.ok()) return copied.status();
+  std::unique_ptr<Digester> digester(
+      new Digester(device, std::move(module), kernel, *std::move(stream), *std::move(copied)));
   // Now rather than at the first activation, after which the device's free figure would not return to what it was.
   if (auto status = digester->Reserve(kItemsAtStart); !status.ok()) return status;
   return digester;
@@ -54,38 +59,59 @@ absl::Status Digester::Reserve(uint64_t item_count) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<uint64_t>> Digester::Digest(std::span<const DigestItem> items, const Stream& stream) {
-  if (items.empty()) return std::vector<uint64_t>();
+absl::Status Digester::Begin(std::span<const DigestItem> items) {
   if (auto status = Settle(); !status.ok()) return status;
   if (auto status = Reserve(items.size()); !status.ok()) return status;
   host_items_.assign(items.begin(), items.end());
   host_sums_.assign(items.size(), 0);
+  if (items.empty()) return absl::OkStatus();
   unsettled_ = true;
-  if (auto status = device_.CopyToDevice(items_.get(), host_items_.data(), items.size_bytes(), stream); !status.ok()) {
+  if (auto status = device_.CopyToDevice(items_.get(), host_items_.data(), items.size_bytes(), stream_); !status.ok()) {
     return status;
   }
-  const uint64_t sums_bytes = host_sums_.size() * sizeof(uint64_t);
-  if (auto status = device_.Zero(sums_.get(), sums_bytes, stream); !status.ok()) return status;
-  CUdeviceptr items_address = items_.get();
-  CUdeviceptr sums_address = sums_.get();
-  uint32_t item_count = static_cast<uint32_t>(items.size());
+  return device_.Zero(sums_.get(), host_sums_.size() * sizeof(uint64_t), stream_);
+}
+
+absl::Status Digester::Launch(size_t first, size_t count, const Stream& after) {
+  // The wait is for what the event marks now; that it marks something later afterwards does not matter to it.
+  unsettled_ = true;
+  if (auto status = device_.Record(copied_, after); !status.ok()) return status;
+  if (auto status = device_.Wait(stream_, copied_); !status.ok()) return status;
+  return LaunchNow(first, count);
+}
+
+absl::Status Digester::LaunchNow(size_t first, size_t count) {
+  CUdeviceptr items_address = items_.get() + first * sizeof(DigestItem);
+  CUdeviceptr sums_address = sums_.get() + first * sizeof(uint64_t);
+  uint32_t item_count = static_cast<uint32_t>(count);
   void* parameters[] = {&items_address, &item_count, &sums_address};
-  const Driver& driver = device_.driver();
-  const CUresult launched =
-      driver.cuLaunchKernel(kernel_, kDigestBlocks, 1, 1, kDigestThreads, 1, 1, 0, stream.get(), parameters, nullptr);
-  if (auto status = device_.Check(launched, "cuLaunchKernel"); !status.ok()) return status;
-  if (auto status = device_.CopyToHost(host_sums_.data(), sums_.get(), sums_bytes, stream); !status.ok()) return status;
-  if (auto status = device_.Synchronize(stream); !status.ok()) return status;
-  unsettled_ = false;
+  const CUresult launched = device_.driver().cuLaunchKernel(kernel_, kDigestBlocks, 1, 1, kDigestThreads, 1, 1, 0,
+                                                            stream_.get(), parameters, nullptr);
+  return device_.Check(launched, "cuLaunchKernel");
+}
+
+absl::StatusOr<std::vector<uint64_t>> Digester::Finish() {
+  if (host_sums_.empty()) return std::vector<uint64_t>();
+  const uint64_t sums_bytes = host_sums_.size() * sizeof(uint64_t);
+  unsettled_ = true;
+  if (auto status = device_.CopyToHost(host_sums_.data(), sums_.get(), sums_bytes, stream_); !status.ok()) {
+    return status;
+  }
+  if (auto status = Settle(); !status.ok()) return status;
   return host_sums_;
 }
 
-// After an error work of that call may still run, on a stream that may be gone, with the buffers that the next call of
-// any stream would overwrite: its kernel would then read where the other's items lie.
+absl::StatusOr<std::vector<uint64_t>> Digester::Digest(std::span<const DigestItem> items) {
+  if (auto status = Begin(items); !status.ok()) return status;
+  if (items.empty()) return std::vector<uint64_t>();
+  if (auto status = LaunchNow(0, items.size()); !status.ok()) return status;
+  return Finish();
+}
+
+// The buffers are the next run's: a kernel of an earlier one would read where the other's items lie.
 absl::Status Digester::Settle() {
   if (!unsettled_) return absl::OkStatus();
-  if (auto status = device_.MakeCurrent(); !status.ok()) return status;
-  absl::Status status = device_.Check(device_.driver().cuCtxSynchronize(), "cuCtxSynchronize");
+  absl::Status status = device_.Synchronize(stream_);
   if (status.ok()) unsettled_ = false;
   return status;
 }

@@ -125,10 +125,8 @@ TEST_CASE("A claim that nobody has a lease on gives way") {
   rig.effects.clear();
   rig.Activate("other");
   rig.Measured();
-  rig.Realized(flux);
-  CHECK(rig.model(flux).state == ModelState::kInactive);
-  rig.Measured();
   rig.Realized(other);
+  CHECK(rig.model(flux).state == ModelState::kInactive);
   CHECK(std::get<ActivateOutcome>(rig.OnlyReply().outcome).evicted == std::vector<std::string>{"flux"});
 }
 

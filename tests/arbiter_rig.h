@@ -108,12 +108,18 @@ class ArbiterRig {
     const RealizePlan effect = Take<RealizePlan>().at(0);
     const uint64_t priced_bytes = Price(layout, effect.plan);
     const uint64_t before_bytes = std::exchange(mapped_bytes_[model], priced_bytes);
+    std::vector<GiverEmptied> givers;
+    for (ModelId giver : effect.givers) {
+      mapped_bytes_[giver] = 0;
+      givers.push_back({.model = giver});
+    }
     Feed(PlanRealized{.model = model,
                       .device_bytes = priced_bytes,
                       .copied_bytes = priced_bytes,
                       .verified_cells = layout.cells.size(),
                       .unmapped_bytes = priced_bytes > 0 ? 0 : before_bytes,
-                      .pooled_bytes = priced_bytes > 0 ? 0 : before_bytes});
+                      .pooled_bytes = priced_bytes > 0 ? 0 : before_bytes,
+                      .givers = std::move(givers)});
   }
   // Activation from request to reply, with room.
   void BringOn(const std::string& name, ModelId model, SessionId session = {}) {

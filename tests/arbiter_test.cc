@@ -97,10 +97,13 @@ TEST_CASE("A second model that does not fit beside an idle one takes its place")
   CHECK(rig.Take<RevokeLease>().size() == 1);
   CHECK_FALSE(rig.Has<RealizePlan>());  // nothing is unmapped before the client has let go
   rig.Feed(LeaseReleased{lease, 1});
-  rig.Realized(a);
-  CHECK(rig.model(a).state == ModelState::kInactive);
-  rig.Measured();
+  // One effect for both, so that the link need not wait while the victim is taken off.
+  REQUIRE(rig.Has<RealizePlan>());
+  CHECK(std::get<RealizePlan>(rig.effects.back()).givers == std::vector<ModelId>{a});
+  CHECK(rig.model(a).state == ModelState::kDeactivating);
   rig.Realized(b);
+  CHECK(rig.model(a).state == ModelState::kInactive);
+  CHECK(rig.model(a).claimed_device_bytes == 0);
   const Reply reply = rig.OnlyReply();
   REQUIRE(reply.status.ok());
   CHECK(std::get<ActivateOutcome>(reply.outcome).evicted == std::vector<std::string>{"a"});

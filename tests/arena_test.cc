@@ -4,105 +4,18 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
-#include <map>
 #include <random>
 #include <stop_token>
 
 #include "mechanisms/copy_queue.h"
 #include "mechanisms/refusal.h"
-#include "tests/test_driver.h"
+#include "tests/arena_rig.h"
 
 namespace residency {
 namespace {
 
-// Host memory that holds a component's bytes.
-class TestSource final : public Source {
- public:
-  TestSource(const Layout& layout, uint32_t component, uint64_t seed)
-      : first_offset_(layout.components[component].device_offset),
-        layout_(layout),
-        words_(RandomWords(layout.components[component].span_bytes / 8, seed)) {}
-  const std::byte* CellData(uint32_t cell) const override {
-    return reinterpret_cast<const std::byte*>(words_.data()) + layout_.cells[cell].device_offset - first_offset_;
-  }
-  uint64_t CellDigest(uint32_t cell) const override {
-    return DigestWordsPortable(reinterpret_cast<const uint64_t*>(CellData(cell)), layout_.cells[cell].bytes / 8, 0) ^
-           wrong;
-  }
-  uint64_t wrong = 0;  // not 0: the digest is another one
-
- private:
-  const uint64_t first_offset_;
-  const Layout& layout_;
-  // Shared by all tests, since making them takes longer than most of these.
-  static const std::vector<uint64_t>& RandomWords(uint64_t count, uint64_t seed) {
-    static std::map<std::pair<uint64_t, uint64_t>, std::vector<uint64_t>> made;
-    std::vector<uint64_t>& words = made[{count, seed}];
-    if (!words.empty()) return words;
-    std::mt19937_64 random(seed);
-    for (uint64_t i = 0; i < count; ++i) words.push_back(random());
-    return words;
-  }
-
-  const std::vector<uint64_t>& words_;
-};
-
-Layout TwoComponents() {
-  const auto component = [](const char* name, uint64_t bytes) {
-    LayoutComponent made{.name = name};
-    made.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
-    return made;
-  };
-  // 3 cells of 4 MiB, one of 2 MiB; 1 cell of 2 MiB.
-  return *MakeLayout({component("big", 13 * kMiB + 5), component("small", 100)}, 4 * kMiB, 2 * kMiB);
-}
-
-Plan FirstResident(const Layout& layout) {
-  Plan plan = NoneResident(layout);
-  plan.cells[0] = CellResidency::kResident;
-  return plan;
-}
-
-// An arena over `driver` and all it needs.
-struct Rig {
-  explicit Rig(const Driver& driver = TestDriver())
-      : layout(TwoComponents()),
-        big(layout, 0, 1),
-        small(layout, 1, 2),
-        device(OpenTestDevice(driver)),
-        pool(*device),
-        digester(*Digester::Create(*device)),
-        arena(*Arena::Create(*device, pool, *digester, layout)) {}
-
-  std::vector<const Source*> sources() const { return {&big, &small}; }
-  absl::StatusOr<RealizeReport> Realize(const Plan& plan) { return arena->Realize(plan, sources()); }
-
-  // The bytes that lie at the arena's addresses, cell by cell, are those of the sources.
-  bool HoldsItsSources(const Plan& plan) {
-    auto stream = *device->CreateStream();
-    for (uint32_t cell = 0; cell < layout.cells.size(); ++cell) {
-      if (plan.cells[cell] != CellResidency::kResident) continue;
-      const LayoutCell& place = layout.cells[cell];
-      std::vector<std::byte> read(place.bytes);
-      if (!device->CopyToHost(read.data(), arena->address() + place.device_offset, place.bytes, stream).ok())
-        return false;
-      if (!device->Synchronize(stream).ok()) return false;
-      if (std::memcmp(read.data(), sources()[place.component]->CellData(cell), place.bytes) != 0) return false;
-    }
-    return true;
-  }
-
-  const Layout layout;
-  TestSource big;
-  TestSource small;
-  std::unique_ptr<Device> device;
-  CellPool pool;
-  std::unique_ptr<Digester> digester;
-  std::unique_ptr<Arena> arena;
-};
-
 TEST_CASE("After an activation the driver shows the price of the plan to the byte, and every byte is right") {
-  Rig rig;
+  ArenaRig rig;
   const Plan plan = AllResident(rig.layout);
   CHECK(rig.arena->Measure().device_bytes == 0);
   const auto report = rig.Realize(plan);
@@ -118,7 +31,7 @@ TEST_CASE("After an activation the driver shows the price of the plan to the byt
 }
 
 TEST_CASE("A deactivation copies nothing, keeps the cells in the pool, and a trim gives them back") {
-  Rig rig;
+  ArenaRig rig;
   const uint64_t before = rig.device->Memory()->free_bytes;
   const CUdeviceptr address = rig.arena->address();
   REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
@@ -136,7 +49,7 @@ TEST_CASE("A deactivation copies nothing, keeps the cells in the pool, and a tri
 }
 
 TEST_CASE("Cells of one model serve the next, and hold nothing of the first") {
-  Rig first;
+  ArenaRig first;
   REQUIRE(first.Realize(AllResident(first.layout)).ok());
   REQUIRE(first.Realize(NoneResident(first.layout)).ok());
   const Layout layout = TwoComponents();
@@ -150,7 +63,7 @@ TEST_CASE("Cells of one model serve the next, and hold nothing of the first") {
 }
 
 TEST_CASE("Any sequence of plans leaves what the last one says") {
-  Rig rig;
+  ArenaRig rig;
   const uint32_t seed = 4711;
   std::mt19937 random(seed);
   INFO("seed " << seed);
@@ -164,7 +77,7 @@ TEST_CASE("Any sequence of plans leaves what the last one says") {
 }
 
 TEST_CASE("A word that changed on the device is found by Verify and put right") {
-  Rig rig;
+  ArenaRig rig;
   const Plan plan = AllResident(rig.layout);
   REQUIRE(rig.Realize(plan).ok());
   const uint64_t junk = 0x1234567890abcdef;
@@ -181,7 +94,7 @@ TEST_CASE("A word that changed on the device is found by Verify and put right") 
 }
 
 TEST_CASE("An activation whose bytes never match is undone and says so") {
-  Rig rig;
+  ArenaRig rig;
   rig.small.wrong = 1;
   const auto report = rig.Realize(AllResident(rig.layout));
   CHECK(ReasonOf(report.status()) == "VERIFY");
@@ -192,7 +105,7 @@ TEST_CASE("An activation whose bytes never match is undone and says so") {
 }
 
 TEST_CASE("A cell on the device that cannot be put right breaks the arena, which then only empties") {
-  Rig rig;
+  ArenaRig rig;
   REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
   rig.big.wrong = 1;
   CHECK(ReasonOf(rig.arena->Verify(rig.sources()).status()) == "VERIFY");
@@ -257,7 +170,7 @@ TEST_CASE("Whichever call of an activation fails, it is undone, the first error 
   // An activation of this layout launches the digest kernel once.
   if (which == 4 && kth > 1) return;
   calls_until_failure = 0;
-  Rig rig(driver);
+  ArenaRig rig(driver);
   calls_until_failure = kth;
   const auto report = rig.Realize(AllResident(rig.layout));
   // The first allocation that finds no room while the pool has idle cells is tried again; here it has none.
@@ -277,12 +190,13 @@ TEST_CASE("An activation that fails and cannot be undone either breaks the arena
   fails = false;
   Driver driver = TestDriver();
   driver.cuMemcpyHtoDAsync = [](CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-    return fails ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemcpyHtoDAsync(to, from, bytes, stream);
+    // Not the few bytes that a digest needs.
+    return fails && bytes >= kMiB ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemcpyHtoDAsync(to, from, bytes, stream);
   };
   driver.cuMemUnmap = [](CUdeviceptr address, size_t size) {
     return fails ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemUnmap(address, size);
   };
-  Rig rig(driver);
+  ArenaRig rig(driver);
   fails = true;
   const auto report = rig.Realize(AllResident(rig.layout));
   REQUIRE_FALSE(report.ok());
@@ -305,7 +219,7 @@ TEST_CASE("A verify touches no cell that could be neither opened nor unmapped, a
     return refuses ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuMemUnmap(address, size);
   };
   refuses = false;
-  Rig rig(driver);
+  ArenaRig rig(driver);
   refuses = true;
   CHECK(std::string(rig.Realize(AllResident(rig.layout)).status().message()).starts_with("cuMemSetAccess"));
   CHECK(rig.arena->broken());
@@ -328,14 +242,14 @@ TEST_CASE("An activation that is stopped between two copies leaves nothing behin
     return TestDriver().cuMemcpyHtoDAsync(to, from, bytes, stream);
   };
   calls_until_failure = 0;
-  Rig rig(driver);
+  ArenaRig rig(driver);
   const Plan plan = AllResident(rig.layout);
   const Plan before = GENERATE(false, true) ? FirstResident(rig.layout) : NoneResident(rig.layout);
   REQUIRE(rig.Realize(before).ok());
   std::stop_source stop;
   stop_at_failure = &stop;
   calls_until_failure = GENERATE(1, 2, 3);
-  const auto report = rig.arena->Realize(plan, rig.sources(), stop.get_token());
+  const auto report = rig.arena->Realize(plan, rig.sources(), {.stop = stop.get_token()});
   CHECK(report.status().code() == absl::StatusCode::kCancelled);
   CHECK(rig.arena->Measure().device_bytes == Price(rig.layout, before));
   CHECK_FALSE(rig.arena->broken());
@@ -343,7 +257,7 @@ TEST_CASE("An activation that is stopped between two copies leaves nothing behin
   REQUIRE(rig.Realize(plan).ok());
   CHECK(rig.HoldsItsSources(plan));
   // Taking cells off is not stopped: there is nothing to wait for.
-  CHECK(rig.arena->Realize(NoneResident(rig.layout), rig.sources(), stop.get_token()).ok());
+  CHECK(rig.arena->Realize(NoneResident(rig.layout), rig.sources(), {.stop = stop.get_token()}).ok());
 }
 
 // What the calls of a driver say of copies under way: enqueued, and not yet known to be through.
@@ -398,7 +312,7 @@ TEST_CASE("At most 64 MiB of copies are under way, and every byte of larger ones
 }
 
 TEST_CASE("A resident cell's descriptor is exported once and serves an importer; an absent one has none") {
-  Rig rig;
+  ArenaRig rig;
   CHECK(ReasonOf(rig.arena->Descriptor(0).status()) == "NOT_ACTIVE");
   REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
   const auto descriptor = rig.arena->Descriptor(1);
@@ -436,40 +350,40 @@ TEST_CASE("The device's digests are the processor's, for every length and place 
   for (uint64_t count = 0; count < 300; ++count) add(random() % 1000, count, random());
   add(0, word_count, 0);
   add(1, word_count - 1, 1);
-  CHECK(*digester->Digest(items, stream) == expected);
-  CHECK(digester->Digest({}, stream)->empty());
+  CHECK(*digester->Digest(items) == expected);
+  CHECK(digester->Digest({})->empty());
+  // The same in batches.
+  REQUIRE(digester->Begin(items).ok());
+  for (size_t first = 0; first < items.size(); first += 100) {
+    REQUIRE(digester->Launch(first, std::min<size_t>(100, items.size() - first), stream).ok());
+  }
+  CHECK(*digester->Finish() == expected);
 }
 
 // Of the driver below.
 bool stream_waits_fail = false;
-int context_waits = 0;
 
-TEST_CASE("After a digest that failed, the next one waits for what may still run of it, whichever stream it ran on") {
+TEST_CASE("After a digest that failed, the next one waits for what may still run of it") {
   Driver driver = TestDriver();
   driver.cuStreamSynchronize = [](CUstream stream) {
     return stream_waits_fail ? CUDA_ERROR_INVALID_VALUE : TestDriver().cuStreamSynchronize(stream);
   };
-  driver.cuCtxSynchronize = [] {
-    ++context_waits;
-    return TestDriver().cuCtxSynchronize();
-  };
   stream_waits_fail = false;
-  context_waits = 0;
-  Rig rig(driver);
+  ArenaRig rig(driver);
   REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
-  CHECK(context_waits == 0);
-  const auto other = *rig.device->CreateStream();
   const std::vector<DigestItem> items = {{.address = rig.arena->address(), .word_count = 1000, .first_index = 0}};
-  const auto right = rig.digester->Digest(items, other);
+  const auto right = rig.digester->Digest(items);
   REQUIRE(right.ok());
-  CHECK(context_waits == 0);
   stream_waits_fail = true;
-  CHECK_FALSE(rig.digester->Digest(items, other).ok());
+  CHECK_FALSE(rig.digester->Digest(items).ok());
+  // As long as nobody knows what still runs, nothing else begins.
+  CHECK_FALSE(rig.digester->Begin(items).ok());
   stream_waits_fail = false;
-  CHECK(*rig.digester->Digest(items, *rig.device->CreateStream()) == *right);
-  CHECK(context_waits == 1);
-  CHECK(*rig.digester->Digest(items, other) == *right);
-  CHECK(context_waits == 1);
+  CHECK(*rig.digester->Digest(items) == *right);
+  // A run that was given up between its batches.
+  REQUIRE(rig.digester->Begin(items).ok());
+  CHECK(rig.digester->Settle().ok());
+  CHECK(*rig.digester->Digest(items) == *right);
 }
 
 }  // namespace

@@ -320,9 +320,19 @@ void CoreRig::Do(const RealizePlan& effect) {
   realizing_ = std::stop_source();
   device_work_.push_back([this, effect, stop = realizing_.get_token()]() -> Answer {
     LiveModel& model = models_.at(effect.model);
-    PlanRealized event = memory_->Realize(effect.model, *model.arena, effect.plan, model.checkpoint->sources(), stop);
+    std::vector<Giver> givers;
+    for (ModelId id : effect.givers) {
+      givers.push_back({id, models_.at(id).arena.get(), models_.at(id).checkpoint->sources()});
+    }
+    const RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
+    PlanRealized event =
+        memory_->Realize(effect.model, *model.arena, effect.plan, model.checkpoint->sources(), options, givers);
     event.duration = absl::ZeroDuration();
     if (event.status.ok()) model.plan = effect.plan;
+    for (const GiverEmptied& emptied : event.givers) {
+      LiveModel& giver = models_.at(emptied.model);
+      if (emptied.status.ok()) giver.plan = NoneResident(giver.checkpoint->layout());
+    }
     ++realized_;
     return [event]() -> Event { return event; };
   });

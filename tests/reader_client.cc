@@ -89,11 +89,10 @@ Json Poison(const std::string& runtime_dir) {
   const auto device = Device::Open(*driver, 0);
   if (!device.ok()) return ErrorJson(device.status());
   const auto range = (*device)->Reserve(uint64_t{2} << 20);
-  const auto stream = (*device)->CreateStream();
   const auto digester = Digester::Create(**device);
-  if (!range.ok() || !stream.ok() || !digester.ok()) return ErrorJson(absl::InternalError("cannot poison"));
+  if (!range.ok() || !digester.ok()) return ErrorJson(absl::InternalError("cannot poison"));
   const DigestItem item{.address = range->get(), .word_count = 1, .first_index = 0};
-  return ErrorJson((*digester)->Digest({&item, 1}, *stream).status());
+  return ErrorJson((*digester)->Digest({&item, 1}).status());
 }
 
 Json Obey(const std::string& command, const std::string& runtime_dir, Lease& lease, std::optional<Use>& kept) {

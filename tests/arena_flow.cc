@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// In which order an arena makes its driver calls while cells are being filled, with and without arenas that give
+// theirs.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <string>
+
+#include "mechanisms/refusal.h"
+#include "tests/arena_rig.h"
+
+namespace residency {
+namespace {
+
+// The calls that make, move and fill cells, in their order: "create", "release", "unmap", "copy", "digest".
+std::vector<std::string> calls;
+
+Driver LoggingDriver() {
+  Driver driver = TestDriver();
+  driver.cuMemCreate = [](CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties,
+                          unsigned long long flags) {
+    calls.push_back("create");
+    return TestDriver().cuMemCreate(handle, bytes, properties, flags);
+  };
+  driver.cuMemRelease = [](CUmemGenericAllocationHandle handle) {
+    calls.push_back("release");
+    return TestDriver().cuMemRelease(handle);
+  };
+  driver.cuMemUnmap = [](CUdeviceptr address, size_t bytes) {
+    calls.push_back("unmap");
+    return TestDriver().cuMemUnmap(address, bytes);
+  };
+  driver.cuMemcpyHtoDAsync = [](CUdeviceptr destination, const void* source, size_t bytes, CUstream stream) {
+    // The digester's items are few bytes.
+    if (bytes >= kMiB) calls.push_back("copy");
+    return TestDriver().cuMemcpyHtoDAsync(destination, source, bytes, stream);
+  };
+  driver.cuLaunchKernel = [](CUfunction kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                             unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream,
+                             void** parameters, void** extra) {
+    calls.push_back("digest");
+    return TestDriver().cuLaunchKernel(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream,
+                                       parameters, extra);
+  };
+  return driver;
+}
+
+// Whatever asks the driver which cell lies where releases the handle that it was told; that is after the last copy.
+void ForgetAfterCopies() { calls.resize(calls.rend() - std::find(calls.rbegin(), calls.rend(), "copy")); }
+
+size_t Count(const std::string& call) { return static_cast<size_t>(std::count(calls.begin(), calls.end(), call)); }
+size_t First(const std::string& call) { return std::find(calls.begin(), calls.end(), call) - calls.begin(); }
+size_t Last(const std::string& call) { return calls.rend() - std::find(calls.rbegin(), calls.rend(), call) - 1; }
+
+// Another model of the same card and pool.
+struct Second {
+  Second(ArenaRig& rig, Layout its_layout)
+      : layout(std::move(its_layout)),
+        big(layout, 0, 77),
+        arena(*Arena::Create(*rig.device, rig.pool, *rig.digester, layout, {.map_ahead_bytes = 4 * kMiB})) {
+    for (uint32_t i = 1; i < layout.components.size(); ++i) rest.push_back(TestSource(layout, i, 78 + i));
+  }
+  std::vector<const Source*> sources() const {
+    std::vector<const Source*> sources = {&big};
+    for (const TestSource& source : rest) sources.push_back(&source);
+    return sources;
+  }
+
+  const Layout layout;
+  TestSource big;
+  std::vector<TestSource> rest;
+  std::unique_ptr<Arena> arena;
+};
+
+Layout OneComponent(uint64_t bytes) {
+  LayoutComponent component{.name = "all"};
+  component.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
+  return *MakeLayout({component}, 4 * kMiB, 2 * kMiB);
+}
+
+TEST_CASE("Every cell that a fill needs exists before its first byte is copied, and none is released before its last") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  // Idle cells of a size that nobody needs, which have to give way.
+  rig.pool.Put(*rig.pool.Take(8 * kMiB));
+  calls.clear();
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  ForgetAfterCopies();
+  CHECK(Count("create") == 5);
+  CHECK(Count("release") == 1);
+  CHECK(Last("create") < First("copy"));
+  CHECK(Last("release") < First("copy"));
+}
+
+TEST_CASE(
+    "What was copied is digested in batches while the rest is being copied, and a wrong cell of any batch is found") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver, {.digest_batch_bytes = 4 * kMiB});
+  calls.clear();
+  const auto report = rig.Realize(AllResident(rig.layout));
+  REQUIRE(report.ok());
+  // 3 cells of 4 MiB, and the two small ones together.
+  CHECK(Count("digest") == 4);
+  CHECK(First("digest") < Last("copy"));
+  CHECK(report->verified_cells == 5);
+  REQUIRE(rig.Realize(NoneResident(rig.layout)).ok());
+  rig.small.wrong = 1;
+  CHECK(ReasonOf(rig.Realize(AllResident(rig.layout)).status()) == "VERIFY");
+}
+
+TEST_CASE("A fill that is not to be verified digests nothing, and says so") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  calls.clear();
+  const auto report = rig.arena->Realize(AllResident(rig.layout), rig.sources(), {.verify = false});
+  REQUIRE(report.ok());
+  CHECK(report->verified_cells == 0);
+  CHECK(Count("digest") == 0);
+  CHECK(rig.HoldsItsSources(AllResident(rig.layout)));
+}
+
+TEST_CASE("A swap takes the giver's cells as it needs them: the first byte flows before the last cell is taken off") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  Second second(rig, TwoComponents());
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  const uint64_t free_bytes = rig.device->Memory()->free_bytes;
+  calls.clear();
+  Arena* const givers[] = {rig.arena.get()};
+  const auto report = second.arena->Realize(AllResident(second.layout), second.sources(), {.givers = givers});
+  REQUIRE(report.ok());
+  ForgetAfterCopies();
+  CHECK(Count("create") == 0);
+  CHECK(Count("release") == 0);
+  CHECK(First("copy") < Last("unmap"));
+  CHECK(rig.arena->MappedCells().empty());
+  CHECK(rig.arena->Empty().ok());
+  CHECK(rig.arena->Measure().device_bytes == 0);
+  CHECK(second.arena->Measure().device_bytes == 16 * kMiB);
+  CHECK(second.arena->Verify(second.sources())->refilled_cells == 0);
+  CHECK(rig.device->Memory()->free_bytes == free_bytes);
+}
+
+TEST_CASE("A swap between layouts of other cells never holds more than the larger of them") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  const uint64_t before_bytes = rig.device->Memory()->free_bytes;
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  SECTION("a smaller one") {
+    Second second(rig, OneComponent(9 * kMiB));  // 4, 4, 2 MiB
+    calls.clear();
+    Arena* const givers[] = {rig.arena.get()};
+    REQUIRE(second.arena->Realize(AllResident(second.layout), second.sources(), {.givers = givers}).ok());
+    CHECK(Count("create") == 0);
+    CHECK(rig.arena->MappedCells().empty());
+    CHECK(rig.pool.idle_bytes() == 6 * kMiB);
+    CHECK(before_bytes - rig.device->Memory()->free_bytes == 16 * kMiB);
+  }
+  SECTION("one of larger cells only, for whose last the small ones of the giver make room") {
+    Second second(rig, OneComponent(16 * kMiB));  // 4 of 4 MiB against 3, and 2 of 2 MiB
+    calls.clear();
+    Arena* const givers[] = {rig.arena.get()};
+    REQUIRE(second.arena->Realize(AllResident(second.layout), second.sources(), {.givers = givers}).ok());
+    ForgetAfterCopies();
+    CHECK(Count("create") == 1);
+    CHECK(Count("release") == 2);
+    CHECK(Last("release") < First("create"));
+    CHECK(Last("create") < First("copy"));
+    CHECK(rig.pool.idle_bytes() == 0);
+    CHECK(before_bytes - rig.device->Memory()->free_bytes == 16 * kMiB);
+  }
+  CHECK(rig.arena->Empty().ok());
+}
+
+TEST_CASE("A giver that cannot be emptied is whole again, and verified") {
+  static int failing_unmaps = 0;
+  Driver driver = TestDriver();
+  driver.cuMemUnmap = [](CUdeviceptr address, size_t bytes) {
+    return failing_unmaps > 0 && failing_unmaps-- > 0 ? CUDA_ERROR_INVALID_VALUE
+                                                      : TestDriver().cuMemUnmap(address, bytes);
+  };
+  ArenaRig rig(driver);
+  Second second(rig, TwoComponents());
+  const Plan all = AllResident(rig.layout);
+  REQUIRE(rig.Realize(all).ok());
+  Arena* const givers[] = {rig.arena.get()};
+  failing_unmaps = 1;
+  CHECK_FALSE(second.arena->Realize(AllResident(second.layout), second.sources(), {.givers = givers}).ok());
+  CHECK(second.arena->MappedCells().empty());
+  failing_unmaps = 1;
+  CHECK_FALSE(rig.arena->Empty().ok());
+  CHECK(rig.arena->Return(all, rig.sources()).ok());
+  CHECK_FALSE(rig.arena->broken());
+  CHECK(rig.arena->Measure().device_bytes == 16 * kMiB);
+  CHECK(rig.HoldsItsSources(all));
+}
+
+}  // namespace
+}  // namespace residency
