@@ -371,5 +371,81 @@ TEST_CASE("An activation that is given up while it makes room leaves the victim 
   CHECK(rig.Take<Reply>().size() == 1);
 }
 
+// Two models with a lease each fill the card, so that a third needs the place of both; the first has let go.
+struct TwoVictims {
+  TwoVictims() {
+    rig.BringOn("a", a, rig.Open(1));
+    lease_a = rig.Mapped();
+    rig.Advance(absl::Seconds(1));
+    rig.BringOn("b", b, rig.Open(2));
+    lease_b = rig.Mapped();
+    rig.effects.clear();
+    request = rig.Activate("c");
+    rig.Measured();
+    rig.Feed(UseWordsClosed{a, {}});
+    rig.Feed(LeaseReleased{lease_a, 1});
+  }
+  ArbiterRig rig{2 * kSize + 2 * kMiB};
+  const ModelId a = rig.Register("a", kSize);
+  const ModelId b = rig.Register("b", kSize);
+  const ModelId c = rig.Register("c", 2 * kSize);
+  LeaseId lease_a;
+  LeaseId lease_b;
+  RequestId request;
+};
+
+TEST_CASE("Where one of two victims will not go, the other one stays too, and its lease gets its cells back") {
+  TwoVictims victims;
+  ArbiterRig& rig = victims.rig;
+  rig.Feed(UseWordsClosed{victims.b, {victims.lease_b}});
+  rig.Feed(UseWordsReopened{victims.b, {}});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "IN_USE");
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  CHECK(rig.model(victims.a).state == ModelState::kActive);
+  CHECK(rig.model(victims.b).state == ModelState::kActive);
+  const auto sent = rig.Take<SendCells>();
+  REQUIRE(sent.size() == 1);
+  CHECK(sent[0].lease == victims.lease_a);
+  CHECK(sent[0].generation == 2);
+}
+
+TEST_CASE("An activation that is given up when its victims have let go evicts none of them") {
+  TwoVictims victims;
+  ArbiterRig& rig = victims.rig;
+  rig.Feed(UseWordsClosed{victims.b, {}});
+  rig.Feed(RequestCancelled{victims.request});
+  // Faster than the word was opened again.
+  rig.Feed(LeaseReleased{victims.lease_b, 1});
+  rig.Feed(UseWordsReopened{victims.b, {victims.lease_b}});
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  CHECK(rig.model(victims.a).state == ModelState::kActive);
+  CHECK(rig.model(victims.b).state == ModelState::kActive);
+  CHECK(rig.Take<SendCells>().size() == 2);
+}
+
+TEST_CASE("A victim that could not be taken off is active again with its reason, and its lease gets its cells back") {
+  ArbiterRig rig(kSize + 2 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  const ModelId b = rig.Register("b", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.Activate("b");
+  rig.Measured();
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleased{lease, 1});
+  rig.effects.clear();
+  const absl::Status stuck = absl::InternalError("cuMemUnmap: CUDA_ERROR_INVALID_VALUE");
+  bool broken = false;
+  SECTION("whole again") {}
+  SECTION("or broken") { broken = true; }
+  rig.Feed(PlanRealized{
+      .model = b, .status = stuck, .givers = {{.model = a, .status = stuck, .broken = broken, .device_bytes = kSize}}});
+  CHECK(rig.OnlyReply().status == stuck);
+  CHECK(rig.model(b).state == ModelState::kInactive);
+  CHECK(rig.model(a).state == (broken ? ModelState::kBroken : ModelState::kActive));
+  CHECK(rig.model(a).last_error == stuck);
+  CHECK(rig.Take<SendCells>().size() == (broken ? 0 : 1));
+}
+
 }  // namespace
 }  // namespace residency
