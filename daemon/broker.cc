@@ -34,7 +34,7 @@ absl::StatusOr<std::unique_ptr<Broker>> Broker::Start(Loop& loop, const Driver& 
   if (*count == 0) return Refuse(absl::StatusCode::kUnavailable, "NO_DEVICE", "the driver shows no GPU");
   std::vector<std::unique_ptr<Gpu>> gpus;
   for (int ordinal = 0; ordinal < *count; ++ordinal) {
-    auto gpu = Gpu::Open(driver, ordinal, DeviceId{static_cast<uint64_t>(ordinal) + 1}, loop);
+    auto gpu = Gpu::Open(driver, options.nvml, ordinal, DeviceId{static_cast<uint64_t>(ordinal) + 1}, loop);
     if (!gpu.ok()) return gpu.status();
     const DeviceInfo& info = (*gpu)->device().info();
     spdlog::info("device {} ({}): {} bytes, {}", info.uuid, info.name, info.total_bytes,

@@ -23,6 +23,7 @@
 #include "daemon/recording.h"
 #include "daemon/sessions.h"
 #include "mechanisms/driver.h"
+#include "mechanisms/nvml.h"
 #include "proto/residency.pb.h"
 
 namespace residency {
@@ -36,6 +37,7 @@ struct BrokerOptions {
   std::optional<uint64_t> host_budget_bytes;    // of all host copies
   PinPolicy pin = PinPolicy::kAuto;             // of registrations that do not say
   absl::Duration pool_idle = absl::Seconds(10);
+  absl::StatusOr<Nvml> nvml = absl::UnavailableError("NVML is not used");  // what tells processes apart, or why not
   std::string record_path;  // of a recording of all decisions; empty: none
 };
 

@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/gpu.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 
 namespace residency {
 
-absl::StatusOr<std::unique_ptr<Gpu>> Gpu::Open(const Driver& driver, int ordinal, DeviceId id, Loop& decision) {
+absl::StatusOr<std::unique_ptr<Gpu>> Gpu::Open(const Driver& driver, const absl::StatusOr<Nvml>& nvml, int ordinal,
+                                               DeviceId id, Loop& decision) {
   auto memory = GpuMemory::Open(driver, ordinal);
   if (!memory.ok()) return memory.status();
-  std::unique_ptr<Gpu> gpu(new Gpu(id, decision, *std::move(memory)));
+  std::unique_ptr<Gpu> gpu(new Gpu(id, decision, nvml, *std::move(memory)));
   auto loop = Loop::Start(absl::StrCat("device-", id.value));
   if (!loop.ok()) return loop.status();
   gpu->loop_ = *std::move(loop);
@@ -113,14 +117,42 @@ void Gpu::Trim() {
       [](const absl::StatusOr<MemoryInfo>&) {});
 }
 
-void Gpu::Measure(std::function<void(GpuMeasurement)> done) { MeasureOn(*gauge_, std::move(done)); }
-void Gpu::MeasureInOrder(std::function<void(GpuMeasurement)> done) { MeasureOn(*loop_, std::move(done)); }
+void Gpu::Measure(std::function<void(GpuMeasurement)> done) {
+  Run(
+      *gauge_,
+      [this, arenas = Arenas()] {
+        const absl::Time began = MonotonicNow();
+        GpuMeasurement measurement = memory_->Measure(arenas);
+        measurement.processes = MeasureProcesses();
+        measurement.duration = MonotonicNow() - began;
+        return measurement;
+      },
+      std::move(done));
+}
 
-void Gpu::MeasureOn(Loop& loop, std::function<void(GpuMeasurement)> done) {
+void Gpu::MeasureInOrder(std::function<void(GpuMeasurement)> done) {
+  Run(
+      *loop_, [this, arenas = Arenas()] { return memory_->Measure(arenas); }, std::move(done));
+}
+
+std::map<ModelId, const Arena*> Gpu::Arenas() const {
   std::map<ModelId, const Arena*> arenas;
   for (const auto& [model, arena] : arenas_) arenas.emplace(model, arena.get());
-  Run(
-      loop, [this, arenas = std::move(arenas)] { return memory_->Measure(arenas); }, std::move(done));
+  return arenas;
+}
+
+absl::StatusOr<std::vector<ProcessOnGpu>> Gpu::MeasureProcesses() const {
+  if (!nvml_.ok()) return nvml_.status();
+  const int64_t self = getpid();
+  const auto measured = residency::MeasureProcesses(*nvml_, device().info().uuid, self);
+  if (!measured.ok()) return measured.status();
+  std::vector<ProcessOnGpu> processes;
+  for (const ProcessMemory& process : *measured) {
+    processes.push_back({.pid = process.pid, .bytes = process.bytes, .is_daemon = process.pid == self});
+    struct stat owned {};
+    if (stat(absl::StrCat("/proc/", process.pid).c_str(), &owned) == 0) processes.back().uid = owned.st_uid;
+  }
+  return processes;
 }
 
 }  // namespace residency

@@ -26,6 +26,7 @@
 #include "daemon/sessions.h"
 #include "mechanisms/arena.h"
 #include "mechanisms/layout.h"
+#include "mechanisms/nvml.h"
 #include "mechanisms/source.h"
 
 namespace residency {
@@ -33,8 +34,9 @@ namespace residency {
 class Gpu {
  public:
   // Opens the GPU, probes what it can do and starts its threads. `decision` outlives it. A GPU that cannot map
-  // or share is opened all the same, see usable().
-  static absl::StatusOr<std::unique_ptr<Gpu>> Open(const Driver& driver, int ordinal, DeviceId id, Loop& decision);
+  // or share is opened all the same, see usable(). `nvml` tells processes apart, or why nothing does.
+  static absl::StatusOr<std::unique_ptr<Gpu>> Open(const Driver& driver, const absl::StatusOr<Nvml>& nvml, int ordinal,
+                                                   DeviceId id, Loop& decision);
   ~Gpu() { Stop(); }
 
   // Ends the threads when what they were told is done, and gives the device memory back. The caller must keep every
@@ -66,21 +68,23 @@ class Gpu {
   // be called again. Set before anything else is asked.
   void OnLost(std::function<void(const absl::Status&)> lost) { lost_ = std::move(lost); }
 
-  // Asks the driver, on the gauge: what is there now, perhaps in the middle of a transition.
+  // Asks the driver and NVML, on the gauge: what is there now, perhaps in the middle of a transition.
   void Measure(std::function<void(GpuMeasurement)> done);
   // Asks the driver, on the device loop: what is there when all that was told before is done. For decisions.
   void MeasureInOrder(std::function<void(GpuMeasurement)> done);
 
  private:
-  Gpu(DeviceId id, Loop& decision, std::unique_ptr<GpuMemory> memory)
-      : id_(id), decision_(decision), memory_(std::move(memory)) {}
+  Gpu(DeviceId id, Loop& decision, const absl::StatusOr<Nvml>& nvml, std::unique_ptr<GpuMemory> memory)
+      : id_(id), decision_(decision), nvml_(nvml), memory_(std::move(memory)) {}
   // Runs `work` on `loop` and hands what it returned to `done` on the decision loop.
   template <typename Work, typename Done>
   void Run(Loop& loop, Work work, Done done);
-  void MeasureOn(Loop& loop, std::function<void(GpuMeasurement)> done);
+  std::map<ModelId, const Arena*> Arenas() const;
+  absl::StatusOr<std::vector<ProcessOnGpu>> MeasureProcesses() const;
 
   const DeviceId id_;
   Loop& decision_;
+  const absl::StatusOr<Nvml> nvml_;
   const std::unique_ptr<GpuMemory> memory_;
   std::stop_source realizing_;                        // of the last Realize
   std::map<ModelId, std::unique_ptr<Arena>> arenas_;  // the map is the decision loop's, the arenas the device loop's

@@ -123,17 +123,17 @@ absl::StatusOr<std::vector<CellToSend>> GpuMemory::Export(Arena& arena, const La
 GpuMeasurement GpuMemory::Measure(const std::map<ModelId, const Arena*>& arenas) const {
   const absl::Time began = MonotonicNow();
   GpuMeasurement measurement;
-  if (const auto memory = device_->Memory(); memory.ok()) {
-    measurement.memory = *memory;
-  } else {
-    measurement.status = memory.status();
-  }
   measurement.pool_idle_bytes = pool_.idle_bytes();
   for (const auto& [model, arena] : arenas) {
     Footprint footprint = arena->Measure();
     if (measurement.status.ok()) measurement.status = footprint.status;
     measurement.broker_bytes += footprint.device_bytes;
     measurement.models.emplace(model, std::move(footprint));
+  }
+  if (const auto memory = device_->Memory(); memory.ok()) {
+    measurement.memory = *memory;
+  } else {
+    measurement.status = memory.status();
   }
   measurement.duration = MonotonicNow() - began;
   return measurement;

@@ -9,6 +9,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stop_token>
 #include <vector>
@@ -27,6 +28,14 @@
 
 namespace residency {
 
+// A process that has memory of a device.
+struct ProcessOnGpu {
+  int64_t pid = 0;
+  std::optional<uint32_t> uid;  // absent: it has gone since
+  uint64_t bytes = 0;
+  bool is_daemon = false;
+};
+
 // What the driver said of a device, all of it asked within `duration`.
 struct GpuMeasurement {
   absl::Status status;
@@ -34,6 +43,8 @@ struct GpuMeasurement {
   uint64_t pool_idle_bytes = 0;
   uint64_t broker_bytes = 0;
   std::map<ModelId, Footprint> models;
+  // What NVML said, for a status only; else why it did not.
+  absl::StatusOr<std::vector<ProcessOnGpu>> processes = absl::UnavailableError("NVML was not asked");
   absl::Duration duration;
 };
 

@@ -87,6 +87,9 @@ int Serve(const DaemonOptions& options, const sigset_t& signals) {
   broker_options.identity.epoch = RandomEpoch();
   broker_options.identity.driver = std::string(DriverKindName(options.driver));
   if (options.driver == DriverKind::kSim) broker_options.identity.sim_directory = options.sim.directory;
+  broker_options.nvml =
+      options.use_nvml ? OpenNvml(options.driver)
+                       : Refuse(absl::StatusCode::kUnavailable, "NO_NVML", "--nvml no: processes are not told apart");
   auto broker = Broker::Start(**loop, *driver, std::move(broker_options));
   if (!broker.ok() && options.driver == DriverKind::kCuda && ReasonOf(broker.status()) == "NO_DEVICE") {
     return Fail(Refuse(

@@ -42,6 +42,11 @@ absl::StatusOr<PinPolicy> ParsePinPolicy(const std::string& text) {
   return absl::InvalidArgumentError(absl::StrCat("'", text, "': auto, yes or no"));
 }
 
+absl::StatusOr<bool> ParseNvml(const std::string& text) {
+  if (text == "auto" || text == "no") return text == "auto";
+  return absl::InvalidArgumentError(absl::StrCat("'", text, "': auto or no"));
+}
+
 }  // namespace
 
 ParsedOptions ParseOptions(int argc, char** argv) {
@@ -80,6 +85,9 @@ ParsedOptions ParseOptions(int argc, char** argv) {
       ->check(Into(options.sim.context_bytes, bytes));
   app.add_option("--sim_faults", options.sim.faults, "Calls to fail or delay, e.g. cuMemCreate@3=OUT_OF_MEMORY")
       ->type_name("SPEC");
+  app.add_option("--nvml", text, "Whether status asks NVML what each process has: auto (default) where it is there, no")
+      ->type_name("auto|no")
+      ->check(Into(options.use_nvml, ParseNvml));
   app.add_option("--device_budget", text, "Most bytes the broker holds on each GPU (default: all)")
       ->type_name("SIZE")
       ->check(Into(options.broker.device_budget_bytes, bytes));

@@ -20,6 +20,7 @@ struct DaemonOptions {
   std::optional<gid_t> socket_group;  // absent: DefaultSocketGroup
   DriverKind driver = DriverKind::kCuda;
   SimOptions sim;
+  bool use_nvml = true;     // where it is there
   BrokerOptions broker;     // without its identity
   std::string replay_path;  // of a recording to decide again instead of serving; empty: serve
 };

@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
+#include <string>
+#include <vector>
 
-#include "daemon/scheduler.h"
+#include "daemon/device_shares.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -46,8 +49,31 @@ v1::LeaseState StateOf(LeaseState state) {
   return v1::LEASE_STATE_UNSPECIFIED;
 }
 
-v1::LeaseStatus LeaseStatusOf(const LeaseRecord& lease, const Records& records, const LeaseProbe& probe,
-                              absl::Time now) {
+// Shows the processes on a device, and sums them up as the daemon, its clients, and others.
+MeasuredMemory::Processes AddProcesses(const std::vector<ProcessOnGpu>& processes, const Records& records,
+                                       v1::DeviceStatus& status) {
+  std::map<int64_t, std::string> clients;
+  for (const auto& [id, session] : records.sessions) clients.emplace(session.pid, session.client);
+  MeasuredMemory::Processes sums;
+  for (const ProcessOnGpu& process : processes) {
+    const auto client = clients.find(process.pid);
+    v1::ProcessStatus& shown = *status.add_processes();
+    shown.set_pid(process.pid);
+    if (process.uid.has_value()) shown.set_uid(*process.uid);
+    shown.set_bytes(process.bytes);
+    if (process.is_daemon) {
+      shown.set_client("residencyd");
+      sums.daemon_bytes += process.bytes;
+    } else if (client != clients.end()) {
+      shown.set_client(client->second);
+      sums.clients_bytes += process.bytes;
+    }
+  }
+  return sums;
+}
+
+v1::LeaseStatus LeaseStatusOf(const LeaseRecord& lease, const GpuMeasurement& measured, const Records& records,
+                              const LeaseProbe& probe, absl::Time now) {
   const Holder holder = records.HolderOf(lease, now);
   v1::LeaseStatus status;
   status.set_id(lease.id.value);
@@ -57,6 +83,11 @@ v1::LeaseStatus LeaseStatusOf(const LeaseRecord& lease, const Records& records, 
   status.set_in_use(probe.in_use(lease.id));
   status.set_claimed_mapped_bytes(probe.mapped_bytes(lease.id));
   status.set_working_bytes(lease.working_bytes);
+  if (measured.processes.ok()) {
+    for (const ProcessOnGpu& process : *measured.processes) {
+      if (process.pid == holder.pid) status.set_measured_bytes(process.bytes);
+    }
+  }
   status.set_age_seconds(holder.age_seconds);
   status.set_state(StateOf(lease.state));
   const ModelRecord& model = records.models.at(lease.model);
@@ -110,18 +141,24 @@ v1::DeviceStatus DeviceStatusOf(const DeviceInfo& info, const DeviceRecord& reco
   status.set_uuid(info.uuid);
   status.set_name(info.name);
   status.set_state(ReasonOf(measured.status) == "DEVICE_LOST" ? v1::DEVICE_STATE_LOST : v1::DEVICE_STATE_ONLINE);
-  status.set_total_bytes(measured.memory.total_bytes);
-  status.set_free_bytes(measured.memory.free_bytes);
   status.set_budget_bytes(record.budget_bytes);
   status.set_reserve_bytes(record.reserve_bytes);
-  status.set_broker_bytes(measured.broker_bytes);
-  status.set_pool_idle_bytes(measured.pool_idle_bytes);
-  const DeviceRoom room{.total_bytes = measured.memory.total_bytes,
+  MeasuredMemory memory{.pool_idle_bytes = measured.pool_idle_bytes,
+                        .broker_bytes = measured.broker_bytes,
                         .free_bytes = measured.memory.free_bytes,
-                        .pool_idle_bytes = measured.pool_idle_bytes,
-                        .broker_bytes = measured.broker_bytes};
-  status.set_others_bytes(room.others_bytes());
-  status.set_not_measured("NVML, which tells processes apart, is not used");
+                        .total_bytes = measured.memory.total_bytes};
+  if (measured.processes.ok()) {
+    memory.processes = AddProcesses(*measured.processes, records, status);
+  } else {
+    status.set_not_measured(std::string(measured.processes.status().message()));
+  }
+  const DeviceShares shares = ShareOut(memory);
+  status.set_total_bytes(measured.memory.total_bytes);
+  status.set_free_bytes(shares.free_bytes);
+  status.set_broker_bytes(shares.broker_bytes);
+  status.set_pool_idle_bytes(shares.pool_idle_bytes);
+  if (shares.contexts_bytes.has_value()) status.set_contexts_bytes(*shares.contexts_bytes);
+  status.set_others_bytes(shares.others_bytes);
   uint64_t working_bytes = 0;
   for (const auto& [id, lease] : records.leases) {
     if (records.models.at(lease.model).device == record.id) working_bytes += lease.working_bytes;
@@ -172,7 +209,7 @@ v1::ModelStatus ModelStatusOf(const ModelRecord& record, const Layout& layout, c
     }
   }
   for (const auto& [id, lease] : records.leases) {
-    if (lease.model == record.id) *status.add_leases() = LeaseStatusOf(lease, records, probe, now);
+    if (lease.model == record.id) *status.add_leases() = LeaseStatusOf(lease, measured, records, probe, now);
   }
   if (record.last_activation.has_value()) {
     v1::Activation& activation = *status.mutable_last_activation();

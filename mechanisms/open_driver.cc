@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "mechanisms/cuda_driver.h"
 #include "mechanisms/refusal.h"
+#include "mechanisms/sim_nvml.h"
 
 namespace residency {
 
@@ -20,6 +21,11 @@ std::string_view DriverKindName(DriverKind kind) { return kind == DriverKind::kC
 
 absl::StatusOr<Driver> OpenDriver(DriverKind kind, const SimOptions& sim) {
   return kind == DriverKind::kCuda ? LoadCudaDriver() : OpenSimDriver(sim);
+}
+
+absl::StatusOr<Nvml> OpenNvml(DriverKind kind) {
+  if (kind == DriverKind::kCuda) return LoadNvml();
+  return SimNvml();
 }
 
 }  // namespace residency

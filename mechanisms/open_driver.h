@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "mechanisms/driver.h"
+#include "mechanisms/nvml.h"
 #include "mechanisms/sim_driver.h"
 
 namespace residency {
@@ -19,6 +20,9 @@ std::string_view DriverKindName(DriverKind kind);
 // The table of `kind`; `sim` is used for the simulated driver only. Errors as LoadCudaDriver and
 // OpenSimDriver.
 absl::StatusOr<Driver> OpenDriver(DriverKind kind, const SimOptions& sim);
+
+// The NVML that belongs to the driver of `kind`, which is open. Errors as LoadNvml.
+absl::StatusOr<Nvml> OpenNvml(DriverKind kind);
 
 }  // namespace residency
 

@@ -16,7 +16,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 
+#include "mechanisms/sim_cards.h"
 #include "mechanisms/unique_fd.h"
 
 namespace residency {
@@ -24,6 +26,14 @@ namespace residency {
 // One piece of device memory. Handles, mappings and copies on their way share it: it lives until the last
 // of them lets go, which is the rule of CUDA that this stands for.
 struct SimAllocation {
+  // `card` has it noted that this process holds the memory of `file`.
+  SimAllocation(SimCard& card, uint64_t bytes, UniqueFd file)
+      : card(card), card_index(card.index()), bytes(bytes), file(std::move(file)) {}
+  ~SimAllocation() { card.Leave(file.get()); }
+  SimAllocation(const SimAllocation&) = delete;
+  SimAllocation& operator=(const SimAllocation&) = delete;
+
+  SimCard& card;
   uint64_t id = 0;  // value of its handle
   int card_index = 0;
   uint64_t bytes = 0;

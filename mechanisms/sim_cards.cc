@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 
 #include "absl/strings/escaping.h"
@@ -33,6 +34,7 @@ struct Label {
   char magic[16];
   SimCard::Uuid uuid;
   uint64_t bytes;
+  std::array<int32_t, 32> holders;  // pids, the maker's first; 0 where there is none
 };
 
 // Contents of a card's lock file. The bound is at least what is in use: taking memory raises it, and only a count
@@ -64,6 +66,8 @@ class FileLock {
   const int fd_;
   bool held_ = false;
 };
+
+bool IsAlive(int32_t pid) { return pid != 0 && (::kill(pid, 0) == 0 || errno == EPERM); }
 
 // The bytes in a name like m-BYTES-ID.
 std::optional<uint64_t> BytesInName(absl::string_view name) {
@@ -181,6 +185,45 @@ absl::StatusOr<uint64_t> SimCard::FreeBytes() {
 }
 
 absl::StatusOr<uint64_t> SimCard::CountUsedBytes() {
+  uint64_t used_bytes = 0;
+  if (auto status = ForEachAlive([&](Kind, uint64_t bytes, int) { used_bytes += bytes; }); !status.ok()) return status;
+  return used_bytes;
+}
+
+absl::StatusOr<std::map<int64_t, uint64_t>> SimCard::UsedByProcess() {
+  std::lock_guard guard(mutex_);
+  FileLock lock(lock_.get());
+  if (!lock.held()) return SystemError("locking the card");
+  std::map<int64_t, uint64_t> used_bytes;
+  const absl::Status status = ForEachAlive([&](Kind kind, uint64_t bytes, int fd) {
+    Label label;
+    if (fd < 0 || ::pread(fd, &label, sizeof(label), kind == Kind::kMemory ? bytes : 0) != sizeof(label)) return;
+    const auto holder = std::find_if(label.holders.begin(), label.holders.end(), IsAlive);
+    if (holder != label.holders.end()) used_bytes[*holder] += bytes;
+  });
+  if (!status.ok()) return status;
+  return used_bytes;
+}
+
+void SimCard::Join(int fd) { ReplaceHolder(fd, 0, ::getpid()); }
+void SimCard::Leave(int fd) { ReplaceHolder(fd, ::getpid(), 0); }
+
+void SimCard::ReplaceHolder(int fd, int32_t from, int32_t to) {
+  std::lock_guard guard(mutex_);
+  FileLock lock(lock_.get());
+  struct stat info;
+  Label label;
+  if (!lock.held() || ::fstat(fd, &info) != 0 || info.st_size < static_cast<off_t>(kLabelPageBytes)) return;
+  const off_t at = info.st_size - static_cast<off_t>(kLabelPageBytes);
+  if (::pread(fd, &label, sizeof(label), at) != sizeof(label)) return;
+  const auto found = std::find_if(label.holders.begin(), label.holders.end(),
+                                  [from](int32_t pid) { return pid == from || (from == 0 && !IsAlive(pid)); });
+  if (found == label.holders.end()) return;
+  *found = to;
+  (void)!::pwrite(fd, &label, sizeof(label), at);
+}
+
+absl::Status SimCard::ForEachAlive(const std::function<void(Kind, uint64_t, int)>& each) {
   const int listing = ::openat(folder_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (listing < 0) return SystemError("listing the card");
   DIR* directory = ::fdopendir(listing);  // Owns `listing` from here.
@@ -188,7 +231,6 @@ absl::StatusOr<uint64_t> SimCard::CountUsedBytes() {
     ::close(listing);
     return SystemError("listing the card");
   }
-  uint64_t used_bytes = 0;
   absl::Status status;
   while (const dirent* entry = ::readdir(directory)) {
     const std::optional<uint64_t> bytes = BytesInName(entry->d_name);
@@ -200,14 +242,13 @@ absl::StatusOr<uint64_t> SimCard::CountUsedBytes() {
     }
     // What may not be opened cannot be shown to be dead.
     if (!probe.valid() || ::flock(probe.get(), LOCK_EX | LOCK_NB) != 0) {
-      used_bytes += *bytes;
+      each(entry->d_name[0] == 'm' ? Kind::kMemory : Kind::kCharge, *bytes, probe.get());
     } else {
       ::unlinkat(folder_.get(), entry->d_name, 0);
     }
   }
   ::closedir(directory);
-  if (!status.ok()) return status;
-  return used_bytes;
+  return status;
 }
 
 absl::StatusOr<UniqueFd> SimCard::MakeFile(Kind kind, uint64_t bytes, uint64_t& next_id) {
@@ -219,13 +260,15 @@ absl::StatusOr<UniqueFd> SimCard::MakeFile(Kind kind, uint64_t bytes, uint64_t& 
   } while (!file.valid() && errno == EEXIST);
   // Nobody counts before the card's lock is let go, so the file is seen only once it is whole and locked.
   bool made = file.valid() && ::flock(file.get(), LOCK_SH) == 0 && ::fchmod(file.get(), 0660) == 0;
-  if (made && kind == Kind::kMemory) {
+  if (made) {
+    const bool memory = kind == Kind::kMemory;
     Label label{};
     std::memcpy(label.magic, kLabelMagic, sizeof(label.magic));
     label.uuid = uuid_;
     label.bytes = bytes;
-    made = ::ftruncate(file.get(), bytes + kLabelPageBytes) == 0 &&
-           ::pwrite(file.get(), &label, sizeof(label), bytes) == sizeof(label);
+    label.holders[0] = ::getpid();
+    made = (!memory || ::ftruncate(file.get(), bytes + kLabelPageBytes) == 0) &&
+           ::pwrite(file.get(), &label, sizeof(label), memory ? bytes : 0) == sizeof(label);
   }
   if (!made) {
     absl::Status status = SystemError("making device memory");

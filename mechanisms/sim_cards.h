@@ -10,7 +10,9 @@
 //   DIRECTORY/lock, cards        the cards' description and the lock under which it is first written
 //   DIRECTORY/N/lock             card N: held while taking memory and while counting
 //   DIRECTORY/N/m-BYTES-ID       device memory, with a label of one page behind its BYTES
-//   DIRECTORY/N/c-BYTES-ID       a charge without pages: a process's context
+//   DIRECTORY/N/c-BYTES-ID       a charge without pages: a process's context; a label is all that it holds
+//
+// A label also notes which processes hold the memory, for UsedByProcess alone: one that was killed is still noted.
 //
 // Any thread. Figures are bytes.
 #ifndef RESIDENCY_MECHANISMS_SIM_CARDS_H_
@@ -18,6 +20,8 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -50,10 +54,21 @@ class SimCard {
   // What is free now. INTERNAL for an error of the file system.
   absl::StatusOr<uint64_t> FreeBytes();
 
+  // Notes that this process holds the memory of `fd`, which another one made, or that it lets go of memory that it
+  // made or joined. Where there is no room for a note none is made.
+  void Join(int fd);
+  void Leave(int fd);
+  // Bytes by pid: memory is charged to the first of its holders that lives, which is its maker while that has not let
+  // go. INTERNAL for an error of the file system.
+  absl::StatusOr<std::map<int64_t, uint64_t>> UsedByProcess();
+
  private:
-  // Both are called under the card's lock.
+  // All are called under the card's lock.
   absl::StatusOr<uint64_t> CountUsedBytes();
+  // Calls `each` for what is alive, with no descriptor where this process may not open it, and removes what is not.
+  absl::Status ForEachAlive(const std::function<void(Kind kind, uint64_t bytes, int fd)>& each);
   absl::StatusOr<UniqueFd> MakeFile(Kind kind, uint64_t bytes, uint64_t& next_id);
+  void ReplaceHolder(int fd, int32_t from, int32_t to);
 
   const int index_;
   const Uuid uuid_;

@@ -33,13 +33,12 @@ SimContext::SimContext(SimCard& card, SimAddressSpace& space, SimHostRegistry& h
 CUresult SimContext::Retain() {
   std::lock_guard lock(mutex_);
   if (retained_ == 0) {
-    if (context_bytes_ != 0) {
-      absl::StatusOr<UniqueFd> charge = card_.Take(SimCard::Kind::kCharge, context_bytes_);
-      if (!charge.ok()) {
-        return absl::IsResourceExhausted(charge.status()) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM;
-      }
-      charge_ = *std::move(charge);
+    // Also one of no bytes, which shows that this process has a context.
+    absl::StatusOr<UniqueFd> charge = card_.Take(SimCard::Kind::kCharge, context_bytes_);
+    if (!charge.ok()) {
+      return absl::IsResourceExhausted(charge.status()) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM;
     }
+    charge_ = *std::move(charge);
     active_ = true;
   }
   ++retained_;
@@ -184,14 +183,12 @@ bool SimContext::HasModule(CUmodule module) {
 CUresult SimContext::AllocatePlain(uint64_t bytes, CUdeviceptr* address) {
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   if (bytes > card_.total_bytes()) return CUDA_ERROR_OUT_OF_MEMORY;
-  auto allocation = std::make_shared<SimAllocation>();
-  allocation->card_index = card_.index();
-  allocation->bytes = AlignUp(bytes, kSimGranuleBytes);
-  absl::StatusOr<UniqueFd> file = card_.Take(SimCard::Kind::kMemory, allocation->bytes);
+  const uint64_t taken_bytes = AlignUp(bytes, kSimGranuleBytes);
+  absl::StatusOr<UniqueFd> file = card_.Take(SimCard::Kind::kMemory, taken_bytes);
   if (!file.ok()) {
     return absl::IsResourceExhausted(file.status()) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM;
   }
-  allocation->file = *std::move(file);
+  auto allocation = std::make_shared<SimAllocation>(card_, taken_bytes, *std::move(file));
   if (CUresult result = space_.MapAnywhere(std::move(allocation), address); result != CUDA_SUCCESS) return result;
   SimFill(space_, card_.index(), *address, kGarbage, std::min(bytes, kGarbageBytes));
   std::lock_guard lock(mutex_);

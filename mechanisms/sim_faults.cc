@@ -20,7 +20,7 @@ namespace {
 constexpr std::string_view kCalls[] = {RESIDENCY_DRIVER_CALLS(RESIDENCY_CALL_NAME)};
 #undef RESIDENCY_CALL_NAME
 
-constexpr std::string_view kAttributes[] = {"VMM", "POSIX_FD", "HOST_REGISTER", "READONLY_PIN"};
+constexpr std::string_view kAttributes[] = {"VMM", "POSIX_FD", "HOST_REGISTER", "READONLY_PIN", "NVML"};
 
 // Abseil may have been built with a string_view of its own.
 absl::string_view View(std::string_view text) { return {text.data(), text.size()}; }
@@ -59,7 +59,7 @@ absl::Status FaultPlan::AddItem(std::string_view item) {
 absl::Status FaultPlan::AddAttribute(std::string_view item, std::string_view name, std::string_view value) {
   if (std::find(std::begin(kAttributes), std::end(kAttributes), name) == std::end(kAttributes)) {
     return BadFaults(item, absl::StrCat("unknown attribute \"", View(name),
-                                        "\"; known are VMM, POSIX_FD, HOST_REGISTER and READONLY_PIN"));
+                                        "\"; known are VMM, POSIX_FD, HOST_REGISTER, READONLY_PIN and NVML"));
   }
   if (value != "0" && value != "1") return BadFaults(item, "an attribute is 0 or 1");
   attributes_[std::string(name)] = value == "1" ? 1 : 0;

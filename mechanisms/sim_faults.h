@@ -11,8 +11,9 @@
 // '@k' hits the k-th call of that function in this process (from 1) and no other, '<20s' every call in
 // the first 20 seconds after the driver was opened, neither: every call. Delays of several items add up;
 // of several errors the first in the text is answered. attr: VMM (virtual memory management), POSIX_FD
-// (export of descriptors), HOST_REGISTER, READONLY_PIN (read-only registration), each 0 or 1. pin_limit:
-// most bytes that cuMemHostRegister takes in this process. An empty text is a plan without faults.
+// (export of descriptors), HOST_REGISTER, READONLY_PIN (read-only registration), NVML (its
+// lists of processes), each 0 or 1. pin_limit: most bytes that cuMemHostRegister takes in this process. An empty text
+// is a plan without faults.
 #ifndef RESIDENCY_MECHANISMS_SIM_FAULTS_H_
 #define RESIDENCY_MECHANISMS_SIM_FAULTS_H_
 

@@ -112,10 +112,7 @@ CUresult MemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUm
     if (!file.ok()) {
       return absl::IsResourceExhausted(file.status()) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM;
     }
-    auto allocation = std::make_shared<SimAllocation>();
-    allocation->card_index = card.index();
-    allocation->bytes = bytes;
-    allocation->file = *std::move(file);
+    auto allocation = std::make_shared<SimAllocation>(card, bytes, *std::move(file));
     allocation->exportable = properties->requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE;
     *handle = process.handles.Add(allocation);
     return CUDA_SUCCESS;
@@ -198,11 +195,11 @@ CUresult MemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void
     const int fd = static_cast<int>(reinterpret_cast<intptr_t>(shareable));
     const std::optional<SimLabel> label = process.cards->LabelOf(fd);
     if (!label) return CUDA_ERROR_INVALID_VALUE;
-    auto allocation = std::make_shared<SimAllocation>();
-    allocation->card_index = label->card_index;
-    allocation->bytes = label->bytes;
-    allocation->file = Duplicate(fd);
-    if (!allocation->file.valid()) return CUDA_ERROR_OPERATING_SYSTEM;
+    UniqueFd file = Duplicate(fd);
+    if (!file.valid()) return CUDA_ERROR_OPERATING_SYSTEM;
+    SimCard& card = process.cards->card(label->card_index);
+    card.Join(file.get());
+    auto allocation = std::make_shared<SimAllocation>(card, label->bytes, std::move(file));
     *handle = process.handles.Add(allocation);
     return CUDA_SUCCESS;
   });

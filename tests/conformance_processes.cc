@@ -2,9 +2,15 @@
 //
 // Conformance of memory that several processes share, and of processes that die.
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <catch2/catch.hpp>
+#include <chrono>
+#include <string>
+#include <thread>
 
+#include "mechanisms/nvml.h"
+#include "mechanisms/sim_nvml.h"
 #include "tests/conformance_rig.h"
 
 namespace residency {
@@ -44,7 +50,73 @@ bool ImportShows(const UniqueFd& fd, uint64_t seed) {
   return same;
 }
 
+std::string UuidText() {
+  CUuuid uuid{};
+  REQUIRE_CU(Cu().cuDeviceGetUuid(&uuid, 0));
+  std::string text = "GPU-";
+  for (int i = 0; i < 16; ++i) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    const auto byte = static_cast<unsigned char>(uuid.bytes[i]);
+    text += {kDigits[byte / 16], kDigits[byte % 16]};
+  }
+  return text;
+}
+
+// What NVML says that a process has, 0 where it lists none of that pid.
+uint64_t UsedBytes(const Nvml& nvml, pid_t pid) {
+  const auto processes = MeasureProcesses(nvml, UuidText(), ::getpid());
+  REQUIRE(processes.ok());
+  for (const ProcessMemory& process : *processes) {
+    if (process.pid == pid) return process.bytes;
+  }
+  return 0;
+}
+
+// As FreeBytesBecome.
+bool UsedBytesBecome(const Nvml& nvml, pid_t pid, uint64_t expected) {
+  const uint64_t tolerance_bytes = OnSim() ? 0 : 16 * kMiB;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  while (true) {
+    const uint64_t used_bytes = UsedBytes(nvml, pid);
+    if (used_bytes + tolerance_bytes >= expected && used_bytes <= expected + tolerance_bytes) return true;
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
 }  // namespace
+
+TEST_CASE("shared memory is charged to its maker while that holds it, and then to whoever imported it") {
+  FreeBytes();  // the driver is open, and this process has its context
+  const absl::StatusOr<Nvml> opened = OnSim() ? SimNvml() : LoadNvml();
+  REQUIRE(opened.ok());
+  const Nvml& nvml = *opened;
+  const pid_t self = ::getpid();
+  const uint64_t self_bytes = UsedBytes(nvml, self);
+  OtherProcess maker;
+  CHECK(UsedBytes(nvml, maker.pid()) == 0);
+  maker.Call(Ask::kOpen);
+  const uint64_t maker_bytes = UsedBytes(nvml, maker.pid());
+  CHECK(maker_bytes > 0);
+  Answer made = maker.Call(Ask::kMake, {kCell, 14});
+  CHECK(UsedBytesBecome(nvml, maker.pid(), maker_bytes + kCell));
+  const CuHandle handle = Import(made.fd);
+  const CUdeviceptr address = Reserve(kCell);
+  Map(address, kCell, handle);
+  made.fd.reset();
+  CHECK(UsedBytesBecome(nvml, self, self_bytes));
+  maker.Call(Ask::kLetGo);
+  CHECK(UsedBytesBecome(nvml, maker.pid(), maker_bytes));
+  CHECK(UsedBytesBecome(nvml, self, self_bytes + kCell));
+  REQUIRE_CU(Cu().cuMemUnmap(address, kCell));
+  REQUIRE_CU(Cu().cuMemAddressFree(address, kCell));
+  REQUIRE_CU(Cu().cuMemRelease(handle));
+  CHECK(UsedBytesBecome(nvml, self, self_bytes));
+  const pid_t gone = maker.pid();
+  maker.Kill();
+  CHECK(UsedBytesBecome(nvml, gone, 0));
+}
 
 TEST_CASE("an exported allocation is the same memory in another process") {
   Made cell(1);

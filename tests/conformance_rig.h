@@ -101,6 +101,7 @@ class OtherProcess {
   OtherProcess();
   ~OtherProcess();  // kills it
   Answer Call(Ask ask, std::vector<uint64_t> arguments = {}, int fd = -1);
+  pid_t pid() const { return pid_; }
   // kill -9, and waits until it is gone.
   void Kill();
 

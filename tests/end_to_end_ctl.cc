@@ -31,8 +31,9 @@ void CheckFields(const Json& status) {
            {"version", "pid", "epoch", "driver", "serving", "uptime_seconds", "oldest_transition_seconds"});
   CheckHas(status.at("host"), {"pinned_bytes"});
   for (const Json& device : status.at("devices")) {
-    CheckHas(device, {"uuid", "name", "state", "total_bytes", "free_bytes", "budget_bytes", "reserve_bytes",
-                      "broker_bytes", "pool_idle_bytes", "others_bytes", "working_bytes", "measured_in_microseconds"});
+    CheckHas(device,
+             {"uuid", "name", "state", "total_bytes", "free_bytes", "budget_bytes", "reserve_bytes", "broker_bytes",
+              "pool_idle_bytes", "others_bytes", "working_bytes", "measured_in_microseconds", "draining", "processes"});
   }
   for (const Json& model : status.at("models")) {
     CheckHas(model, {"name", "state", "mode", "device_uuid", "generation", "epoch", "payload_bytes", "tax_bytes",
@@ -62,9 +63,10 @@ uint64_t AllocatedBytes(const DaemonRig& rig) {
 // Every byte of the card is accounted for, once.
 void CheckSum(const Json& device) {
   uint64_t sum_bytes = 0;
-  for (const char* part : {"free_bytes", "broker_bytes", "pool_idle_bytes", "others_bytes"}) {
-    sum_bytes += device.at(part).get<uint64_t>();
+  for (const char* part : {"free_bytes", "broker_bytes", "pool_idle_bytes", "contexts_bytes", "others_bytes"}) {
+    sum_bytes += device.value(part, uint64_t{0});
   }
+  for (const Json& draining : device.at("draining")) sum_bytes += draining.at("bytes").get<uint64_t>();
   CHECK(sum_bytes == device.at("total_bytes"));
 }
 

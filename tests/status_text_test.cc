@@ -103,6 +103,25 @@ TEST_CASE("status shows daemon, host, device, model, component and lease, in GiB
   for (std::string line; std::getline(lines, line);) CHECK(line.size() <= 80);
 }
 
+TEST_CASE("processes are listed with what they have, by pid, user and name, and within 80 columns") {
+  v1::Status status = Example();
+  CHECK_FALSE(Has(StatusText(status), "process"));
+  v1::ProcessStatus& daemon = *status.mutable_devices(0)->add_processes();
+  daemon.set_pid(1234);
+  daemon.set_uid(0);
+  daemon.set_client("residencyd");
+  daemon.set_bytes(26 * kGiB);
+  v1::ProcessStatus& stranger = *status.mutable_devices(0)->add_processes();
+  stranger.set_pid(4194304);
+  stranger.set_bytes(13 * kGiB);
+  const std::string text = StatusText(status);
+  INFO(text);
+  CHECK(LineWith(text, "residencyd  ") == "     1234       0 residencyd             26.00 GiB");
+  CHECK(LineWith(text, "(no client)") == "  4194304       ? (no client)            13.00 GiB");
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) CHECK(line.size() <= 80);
+}
+
 TEST_CASE("a note stands where claim and measurement differ, and only there") {
   v1::Status status = Example();
   CHECK_FALSE(Has(StatusText(status), "NOTE"));

@@ -117,6 +117,31 @@ Hashes WriteNamedCheckpoint(const std::string& path, const std::vector<NamedByte
   return hashes;
 }
 
+void WriteSparseCheckpoint(const std::string& path, const std::vector<uint64_t>& tensor_bytes, uint64_t seed) {
+  constexpr uint64_t kPageBytes = 4096;
+  constexpr uint64_t kStrideBytes = 2 << 20;
+  std::vector<NamedBytes> tensors;
+  uint64_t all_bytes = 0;
+  for (size_t i = 0; i < tensor_bytes.size(); ++i) {
+    tensors.push_back({absl::StrCat("t", i), tensor_bytes[i]});
+    all_bytes += tensor_bytes[i];
+  }
+  const std::string header = Header(tensors);
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  for (int shift = 0; shift < 64; shift += 8) file.put(static_cast<char>(uint64_t{header.size()} >> shift));
+  file << header;
+  const uint64_t data_begin = 8 + header.size();
+  std::mt19937_64 random(seed);
+  for (uint64_t offset = 0; offset < all_bytes; offset += kStrideBytes) {
+    const std::vector<char> page = RandomBytes(std::min(kPageBytes, all_bytes - offset), random);
+    file.seekp(static_cast<std::streamoff>(data_begin + offset));
+    file.write(page.data(), static_cast<std::streamsize>(page.size()));
+  }
+  file.close();
+  REQUIRE(file.good());
+  fs::resize_file(path, data_begin + all_bytes);
+}
+
 Hashes WriteCheckpoint(const std::string& path, const std::vector<uint64_t>& tensor_bytes, uint64_t seed) {
   std::vector<NamedBytes> tensors;
   for (size_t i = 0; i < tensor_bytes.size(); ++i) tensors.push_back({absl::StrCat("t", i), tensor_bytes[i]});

@@ -40,6 +40,10 @@ Hashes WriteNamedCheckpoint(const std::string& path, const std::vector<NamedByte
 // The same of tensors t0, t1, ...
 Hashes WriteCheckpoint(const std::string& path, const std::vector<uint64_t>& tensor_bytes, uint64_t seed);
 
+// A safetensors file of U8 tensors of `tensor_bytes` each with holes but for one page of random bytes in every 2 MiB:
+// large, and soon written. Bytes that are a hole on disk are bytes like any others once they are read.
+void WriteSparseCheckpoint(const std::string& path, const std::vector<uint64_t>& tensor_bytes, uint64_t seed);
+
 }  // namespace residency
 
 #endif  // RESIDENCY_TESTS_TEST_CHECKPOINTS_H_

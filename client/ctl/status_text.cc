@@ -56,6 +56,13 @@ void AppendDevice(std::string& out, const v1::DeviceStatus& device) {
   }
   absl::StrAppend(&out, "\n");
   if (!device.not_measured().empty()) absl::StrAppend(&out, "  contexts in others: ", device.not_measured(), "\n");
+  if (device.processes().empty()) return;
+  absl::StrAppendFormat(&out, "  %7s %7s %-20s %11s\n", "pid", "uid", "process", "has");
+  for (const v1::ProcessStatus& process : device.processes()) {
+    absl::StrAppendFormat(&out, "  %7d %7s %-20s %11s\n", process.pid(),
+                          process.has_uid() ? absl::StrCat(process.uid()) : "?",
+                          process.client().empty() ? "(no client)" : process.client(), FormatBytes(process.bytes()));
+  }
 }
 
 void AppendComponents(std::string& out, const v1::ModelStatus& model) {
