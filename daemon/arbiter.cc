@@ -224,6 +224,8 @@ void Arbiter::On(const VerifyRequested& event) {
   if (const ModelRecord* model = ModelFor(event.request, event.name)) QueueOf(model->id)->Add(event, model->id);
 }
 
+void Arbiter::On(const TrimRequested& event) { queues_.at(event.device).Add(event); }
+
 void Arbiter::GiveUp(RequestId request, const absl::Status& status) {
   for (auto& [id, queue] : queues_) {
     if (queue.GiveUp(request, status)) return;
@@ -263,6 +265,7 @@ void Arbiter::On(const TimerFired& event) {
 
 void Arbiter::On(const DeviceMeasured& event) { queues_.at(event.device).On(event); }
 void Arbiter::On(const PlanRealized& event) { QueueOf(event.model)->On(event); }
+void Arbiter::On(const PoolTrimmed& event) { queues_.at(event.device).On(event); }
 void Arbiter::On(const CellsVerified& event) { QueueOf(event.model)->On(event); }
 void Arbiter::On(const ModelDropped& event) {
   const auto registrations = std::move(records_.models.at(event.model).registrations_after);

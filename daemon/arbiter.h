@@ -51,11 +51,13 @@ class Arbiter {
   void On(const ReleaseLeaseRequested& event);
   void On(const BeginPhaseRequested& event);
   void On(const EndPhaseRequested& event);
+  void On(const TrimRequested& event);
   void On(const RequestCancelled& event);
   void On(const MirrorsBuilt& event);
   void On(const DeviceMeasured& event);
   void On(const PlanRealized& event);
   void On(const CellsVerified& event);
+  void On(const PoolTrimmed& event);
   void On(const ModelDropped& event);
   void On(const UseWordsClosed& event);
   void On(const UseWordsReopened& event);

@@ -179,6 +179,39 @@ RequestId Broker::EndPhase(EndPhaseRequested event, Done done) {
   return Ask(event.request, event);
 }
 
+void Broker::Trim(const std::string& device_uuid, std::function<void(absl::StatusOr<v1::TrimResponse>)> done) {
+  struct Gathering {
+    v1::TrimResponse response;
+    absl::Status status;
+    size_t missing = 0;
+  };
+  std::vector<Gpu*> gpus;
+  if (device_uuid.empty()) {
+    for (const auto& gpu : gpus_) gpus.push_back(gpu.get());
+  } else {
+    const auto gpu = FindGpu(device_uuid);
+    if (!gpu.ok()) return done(gpu.status());
+    gpus.push_back(*gpu);
+  }
+  auto gathering = std::make_shared<Gathering>();
+  gathering->missing = gpus.size();
+  for (Gpu* gpu : gpus) gathering->response.add_devices()->set_device_uuid(gpu->device().info().uuid);
+  for (int i = 0; i < static_cast<int>(gpus.size()); ++i) {
+    const RequestId request = Expect([gathering, i, done](const Reply& reply) {
+      gathering->status.Update(reply.status);
+      if (const auto* outcome = std::get_if<TrimOutcome>(&reply.outcome)) {
+        v1::TrimmedDevice& device = *gathering->response.mutable_devices(i);
+        device.set_trimmed_bytes(outcome->trimmed_bytes);
+        device.set_freed_bytes(outcome->freed_bytes);
+      }
+      if (--gathering->missing > 0) return;
+      if (!gathering->status.ok()) return done(gathering->status);
+      done(std::move(gathering->response));
+    });
+    Ask(request, TrimRequested{request, gpus[i]->id()});
+  }
+}
+
 void Broker::Cancel(RequestId request) {
   if (!done_.contains(request)) return;
   Feed(RequestCancelled{request});
@@ -246,7 +279,11 @@ void Broker::Do(const VerifyCells& effect) {
       .Verify(effect.model, SourcesOf(effect.model), [this](const CellsVerified& event) { Feed(event); });
 }
 
-void Broker::Do(const TrimPool& effect) { GpuOf(effect.device).Trim(); }
+void Broker::Do(const TrimPool& effect) {
+  GpuOf(effect.device).Trim([this, report = effect.report](const PoolTrimmed& event) {
+    if (report) Feed(event);
+  });
+}
 
 // ---- Leases. ----
 

@@ -73,6 +73,8 @@ class Broker {
   RequestId ReleaseLease(SessionId session, LeaseId lease, Done done);
   RequestId BeginPhase(BeginPhaseRequested request, Done done);
   RequestId EndPhase(EndPhaseRequested request, Done done);
+  // Of one device, or of all where `device_uuid` is empty. NOT_FOUND/NO_SUCH_DEVICE.
+  void Trim(const std::string& device_uuid, std::function<void(absl::StatusOr<v1::TrimResponse>)> done);
   void Cancel(RequestId request);
 
   // Measures and builds the status of one model, or of all. NOT_FOUND/NO_SUCH_MODEL.

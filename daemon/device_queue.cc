@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/planner.h"
 #include "mechanisms/refusal.h"
+#include "mechanisms/units.h"
 
 namespace residency {
 
@@ -16,6 +17,11 @@ RequestId RequestOf(const DeviceQueue::Request& request) {
 
 void DeviceQueue::Add(Request request, ModelId model) {
   waiting_.push_back({std::move(request), model, Model(model).name});
+  Pump();
+}
+
+void DeviceQueue::Add(const TrimRequested& request) {
+  waiting_.push_back({request, ModelId{}, ""});
   Pump();
 }
 
@@ -68,7 +74,7 @@ void DeviceQueue::Pump() {
     Waiting next = std::move(waiting_.front());
     waiting_.pop_front();
     job_ = Job{.request = std::move(next.request), .began = context_.now, .model = next.model};
-    if (!records_.models.contains(next.model)) {
+    if (next.model && !records_.models.contains(next.model)) {
       ReplyNow(Refuse(absl::StatusCode::kNotFound, "NO_SUCH_MODEL", "the model was unloaded while the request waited"));
       Finish();
       continue;
@@ -328,6 +334,31 @@ void DeviceQueue::On(const CellsVerified& event) {
     ReplyNow(absl::OkStatus(),
              VerifyOutcome{event.verified_cells, event.refilled_cells, event.absent_cells, event.duration});
   }
+  Finish();
+}
+
+// ---- Trim. ----
+
+void DeviceQueue::Start(const TrimRequested& request) {
+  job_->phase = Phase::kTrimming;
+  Emit(TrimPool{device_, /*report=*/true});
+}
+
+void DeviceQueue::On(const PoolTrimmed& event) {
+  if (!job_.has_value() || job_->phase != Phase::kTrimming) return;
+  // The model of a deactivation is off its GPU, whatever became of the pool.
+  if (std::holds_alternative<DeactivateRequested>(job_->request)) {
+    DeactivateOutcome outcome = job_->cleared;
+    outcome.pooled_bytes = SaturatingSubtract(outcome.pooled_bytes, event.trimmed_bytes);
+    outcome.freed_bytes += event.freed_bytes;
+    outcome.duration = context_.now - job_->began;
+    ReplyNow(absl::OkStatus(), outcome);
+  } else if (event.status.ok()) {
+    ReplyNow(absl::OkStatus(), TrimOutcome{event.trimmed_bytes, event.freed_bytes});
+  } else {
+    ReplyNow(event.status);
+  }
+  job_->pooled = false;
   Finish();
 }
 

@@ -11,6 +11,7 @@
 //               when the time is up while kRevoking: kReopening [UseWordsReopened], and it is undone
 //   unload:     as deactivate where active, kDropping [ModelDropped]
 //   verify:     kVerifying [CellsVerified]
+//   trim:       kTrimming [PoolTrimmed], with which a deactivation ends too where idle cells are not kept
 //   begin or end of a component's phase: leases that are in no phase let their cells go as at deactivate, then
 //               kFilling or kUnmapping [PlanRealized], unless other leases are in the phase that is on
 // The beginning of a phase that has to wait for the end of another one waits beside the queue.
@@ -51,10 +52,12 @@ class DeviceQueue {
   DeviceQueue& operator=(const DeviceQueue&) = delete;
 
   using Request = std::variant<ActivateRequested, DeactivateRequested, UnloadRequested, VerifyRequested,
-                               BeginPhaseRequested, EndPhaseRequested>;
+                               BeginPhaseRequested, EndPhaseRequested, TrimRequested>;
   // Takes the request about `model` up now or when those before it are done. The model is meant, not its name, which
   // may have changed hands by then.
   void Add(Request request, ModelId model);
+  // The same of a request about the device as a whole.
+  void Add(const TrimRequested& request);
   // Replies to `request` with `status` where it waits or runs here. Leases that are being asked back for it are left
   // alone again. Bytes that have begun to move are stopped and taken off again, unless another request waits for them.
   bool GiveUp(RequestId request, const absl::Status& status);
@@ -62,6 +65,7 @@ class DeviceQueue {
   void On(const DeviceMeasured& event);
   void On(const PlanRealized& event);
   void On(const CellsVerified& event);
+  void On(const PoolTrimmed& event);
   void On(const ModelDropped& event);
   void On(const UseWordsClosed& event);
   void On(const UseWordsReopened& event);
@@ -78,10 +82,20 @@ class DeviceQueue {
   std::optional<absl::Time> running_since() const;
 
  private:
-  enum class Phase { kMeasuring, kClosing, kRevoking, kReopening, kUnmapping, kFilling, kVerifying, kDropping };
+  enum class Phase {
+    kMeasuring,
+    kClosing,
+    kRevoking,
+    kReopening,
+    kUnmapping,
+    kFilling,
+    kVerifying,
+    kTrimming,
+    kDropping
+  };
   struct Waiting {
     Request request;
-    ModelId model;
+    ModelId model;     // of none: the request is about the device
     std::string name;  // of the model, which may be gone when its turn comes
   };
   struct Job {
@@ -100,6 +114,7 @@ class DeviceQueue {
     bool timed_out = false;       // the leases that are being asked back took too long
     bool pooled = false;          // cells went to the pool
     uint64_t unmapped_bytes = 0;  // of `model`
+    DeactivateOutcome cleared;    // before the pool is trimmed
   };
 
   void Pump();
@@ -109,6 +124,7 @@ class DeviceQueue {
   void Start(const VerifyRequested& request);
   void Start(const BeginPhaseRequested& request);
   void Start(const EndPhaseRequested& request);
+  void Start(const TrimRequested& request);
   void Fill();
   void VictimLetGo();
   void KeepGivers();

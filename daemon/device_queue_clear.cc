@@ -193,8 +193,13 @@ void DeviceQueue::Cleared(const PlanRealized& event) {
   job_->unmapped_bytes = event.unmapped_bytes;
   TakenOff(model);
   if (unloading) return DropModelNow();
-  ReplyNow(absl::OkStatus(), DeactivateOutcome{event.pooled_bytes, event.freed_bytes, event.copied_to_host_bytes,
-                                               context_.now - job_->began});
+  job_->cleared = {event.pooled_bytes, event.freed_bytes, event.copied_to_host_bytes, context_.now - job_->began};
+  // The caller is told of memory that the driver has, where that is where it belongs.
+  if (pool_idle_ == absl::ZeroDuration()) {
+    job_->phase = Phase::kTrimming;
+    return Emit(TrimPool{device_, /*report=*/true});
+  }
+  ReplyNow(absl::OkStatus(), job_->cleared);
   Finish();
 }
 

@@ -85,6 +85,12 @@ struct EndPhaseRequested {
   PhaseId phase;
 };
 
+// The idle cells of the device's pool are to go back to the driver.
+struct TrimRequested {
+  RequestId request;
+  DeviceId device;
+};
+
 // The caller has gone away; it gets its Reply all the same, as a CANCELLED.
 struct RequestCancelled {
   RequestId request;
@@ -149,6 +155,14 @@ struct CellsVerified {
   absl::Duration duration;
 };
 
+// TrimPool is done.
+struct PoolTrimmed {
+  DeviceId device;
+  absl::Status status;
+  uint64_t trimmed_bytes = 0;  // left the pool
+  uint64_t freed_bytes = 0;    // by how much the driver's free figure rose
+};
+
 // DropModel is done; `device_bytes` is what was still mapped.
 struct ModelDropped {
   ModelId model;
@@ -211,11 +225,11 @@ struct LeaseFailed {
   bool by_client = false;  // then `status` is the client's word
 };
 
-using Event =
-    std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
-                 ReleaseLeaseRequested, BeginPhaseRequested, EndPhaseRequested, RequestCancelled, MirrorsBuilt,
-                 DeviceMeasured, PlanRealized, CellsVerified, ModelDropped, UseWordsClosed, UseWordsReopened,
-                 TimerFired, SessionOpened, SessionHungUp, SessionEnded, LeaseMapped, LeaseReleased, LeaseFailed>;
+using Event = std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
+                           ReleaseLeaseRequested, BeginPhaseRequested, EndPhaseRequested, TrimRequested,
+                           RequestCancelled, MirrorsBuilt, DeviceMeasured, PlanRealized, CellsVerified, PoolTrimmed,
+                           ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired, SessionOpened, SessionHungUp,
+                           SessionEnded, LeaseMapped, LeaseReleased, LeaseFailed>;
 
 // ---- Effects. ----
 
@@ -266,11 +280,16 @@ struct VerifyOutcome {
   absl::Duration duration;
 };
 
+struct TrimOutcome {
+  uint64_t trimmed_bytes = 0;
+  uint64_t freed_bytes = 0;
+};
+
 struct Reply {
   RequestId request;
   absl::Status status;
   std::variant<std::monostate, RegisterOutcome, UnloadOutcome, ActivateOutcome, DeactivateOutcome, PhaseOutcome,
-               VerifyOutcome>
+               VerifyOutcome, TrimOutcome>
       outcome;  // monostate where `status` is not OK, or there is nothing to say
 };
 
@@ -315,9 +334,10 @@ struct CancelRealize {
 struct VerifyCells {
   ModelId model;
 };
-// Gives idle cells of the pool back to the driver.
+// Gives idle cells of the pool back to the driver; -> PoolTrimmed where `report`.
 struct TrimPool {
   DeviceId device;
+  bool report = false;
 };
 // Makes the lease's use word and tells its session.
 struct GrantLease {

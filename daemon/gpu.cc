@@ -106,15 +106,15 @@ void Gpu::Export(ModelId model, const Layout& layout,
       std::move(done));
 }
 
-void Gpu::Trim() {
-  // The device is asked for something afterwards, since giving memory back is what no driver refuses.
+void Gpu::Trim(std::function<void(PoolTrimmed)> done) {
   Run(
       *loop_,
       [this] {
-        memory_->Trim();
-        return device().Memory();
+        PoolTrimmed trimmed = memory_->Trim();
+        trimmed.device = id_;
+        return trimmed;
       },
-      [](const absl::StatusOr<MemoryInfo>&) {});
+      std::move(done));
 }
 
 void Gpu::Measure(std::function<void(GpuMeasurement)> done) {

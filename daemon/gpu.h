@@ -62,7 +62,7 @@ class Gpu {
   void Verify(ModelId model, std::vector<const Source*> sources, std::function<void(CellsVerified)> done);
   // Descriptors for all resident cells.
   void Export(ModelId model, const Layout& layout, std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done);
-  void Trim();
+  void Trim(std::function<void(PoolTrimmed)> done);
 
   // Called on the decision loop, before the answer to what met it, when a sticky error was seen: see Device::Lost. May
   // be called again. Set before anything else is asked.

@@ -120,6 +120,19 @@ absl::StatusOr<std::vector<CellToSend>> GpuMemory::Export(Arena& arena, const La
   return cells;
 }
 
+PoolTrimmed GpuMemory::Trim() {
+  PoolTrimmed trimmed;
+  const absl::StatusOr<MemoryInfo> before = device_->Memory();
+  trimmed.trimmed_bytes = pool_.Trim();
+  const absl::StatusOr<MemoryInfo> after = device_->Memory();
+  if (before.ok() && after.ok()) {
+    trimmed.freed_bytes = SaturatingSubtract(after->free_bytes, before->free_bytes);
+  } else {
+    trimmed.status = before.ok() ? after.status() : before.status();
+  }
+  return trimmed;
+}
+
 GpuMeasurement GpuMemory::Measure(const std::map<ModelId, const Arena*>& arenas) const {
   const absl::Time began = MonotonicNow();
   GpuMeasurement measurement;

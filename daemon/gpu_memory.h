@@ -72,7 +72,8 @@ class GpuMemory {
   CellsVerified Verify(ModelId model, Arena& arena, std::span<const Source* const> sources);
   // Descriptors for all resident cells, duplicates that are the caller's.
   absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout);
-  void Trim() { pool_.Trim(); }
+  // Gives idle cells back to the driver; without its device.
+  PoolTrimmed Trim();
   uint64_t pool_idle_bytes() const { return pool_.idle_bytes(); }
   // Gives back everything but the device's context, which page-locked host memory needs to the end. After the
   // arenas are gone.

@@ -45,6 +45,7 @@ RESIDENCY_RECORDED(VerifyRequested, request, name);
 RESIDENCY_RECORDED(ReleaseLeaseRequested, request, session, lease);
 RESIDENCY_RECORDED(BeginPhaseRequested, request, session, lease, component, deadline);
 RESIDENCY_RECORDED(EndPhaseRequested, request, session, lease, phase);
+RESIDENCY_RECORDED(TrimRequested, request, device);
 RESIDENCY_RECORDED(RequestCancelled, request);
 RESIDENCY_RECORDED(MirrorsBuilt, model, status, pinned_bytes, pin_refusal, pin_limit_bytes);
 RESIDENCY_RECORDED(DeviceMeasured, device, status, total_bytes, free_bytes, pool_idle_bytes, broker_bytes,
@@ -53,6 +54,7 @@ RESIDENCY_RECORDED(PlanRealized, model, status, broken, device_bytes, copied_byt
                    unmapped_bytes, pooled_bytes, freed_bytes, copied_to_host_bytes, duration, givers);
 RESIDENCY_RECORDED(GiverEmptied, model, status, broken, device_bytes);
 RESIDENCY_RECORDED(CellsVerified, model, status, broken, verified_cells, refilled_cells, absent_cells, duration);
+RESIDENCY_RECORDED(PoolTrimmed, device, status, trimmed_bytes, freed_bytes);
 RESIDENCY_RECORDED(ModelDropped, model, host_bytes, device_bytes);
 RESIDENCY_RECORDED(UseWordsClosed, model, in_use);
 RESIDENCY_RECORDED(UseWordsReopened, model, taken);
@@ -72,6 +74,7 @@ RESIDENCY_RECORDED(DeactivateOutcome, pooled_bytes, freed_bytes, copied_bytes, d
 RESIDENCY_RECORDED(PhaseOutcome, phase, generation, bytes_moved, duration, verified_cells, refilled_cells,
                    device_bytes);
 RESIDENCY_RECORDED(VerifyOutcome, verified_cells, refilled_cells, absent_cells, duration);
+RESIDENCY_RECORDED(TrimOutcome, trimmed_bytes, freed_bytes);
 
 RESIDENCY_RECORDED(Reply, request, status, outcome);
 RESIDENCY_RECORDED(BuildMirrors, model, request, copy, pin);
@@ -82,7 +85,7 @@ RESIDENCY_RECORDED(MeasureDevice, device);
 RESIDENCY_RECORDED(RealizePlan, model, plan, givers, skip_verification);
 RESIDENCY_RECORDED(CancelRealize, model);
 RESIDENCY_RECORDED(VerifyCells, model);
-RESIDENCY_RECORDED(TrimPool, device);
+RESIDENCY_RECORDED(TrimPool, device, report);
 RESIDENCY_RECORDED(GrantLease, lease, session, model);
 RESIDENCY_RECORDED(SendCells, lease, generation);
 RESIDENCY_RECORDED(CloseUseWords, model, leases, only_if_idle);

@@ -300,6 +300,16 @@ grpc::ServerUnaryReactor* Service::Verify(grpc::CallbackServerContext* context, 
   });
 }
 
+grpc::ServerUnaryReactor* Service::Trim(grpc::CallbackServerContext* context, const v1::TrimRequest* request,
+                                        v1::TrimResponse* response) {
+  return UnaryCall::Start(loop_, [this, request, response](UnaryCall& call) {
+    broker_.Trim(request->device_uuid(), [&call, response](absl::StatusOr<v1::TrimResponse> trimmed) {
+      if (trimmed.ok()) *response = *std::move(trimmed);
+      call.End(trimmed.status());
+    });
+  });
+}
+
 grpc::ServerWriteReactor<v1::ListTensorsResponse>* Service::ListTensors(grpc::CallbackServerContext* context,
                                                                         const v1::ListTensorsRequest* request) {
   using Call = StreamCall<v1::ListTensorsResponse>;

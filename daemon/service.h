@@ -37,6 +37,8 @@ class Service final : public v1::Residency::CallbackService {
                                        v1::DeactivateResponse* response) override;
   grpc::ServerUnaryReactor* Verify(grpc::CallbackServerContext* context, const v1::VerifyRequest* request,
                                    v1::VerifyResponse* response) override;
+  grpc::ServerUnaryReactor* Trim(grpc::CallbackServerContext* context, const v1::TrimRequest* request,
+                                 v1::TrimResponse* response) override;
   grpc::ServerWriteReactor<v1::ListTensorsResponse>* ListTensors(grpc::CallbackServerContext* context,
                                                                  const v1::ListTensorsRequest* request) override;
   grpc::ServerUnaryReactor* GetStatus(grpc::CallbackServerContext* context, const v1::GetStatusRequest* request,

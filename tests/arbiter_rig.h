@@ -18,7 +18,8 @@ namespace residency {
 class ArbiterRig {
  public:
   // One device of `total_bytes` without a reserve.
-  explicit ArbiterRig(uint64_t total_bytes) : total_bytes_(total_bytes), arbiter_(Options(total_bytes)) {}
+  explicit ArbiterRig(uint64_t total_bytes, absl::Duration pool_idle = ArbiterOptions().pool_idle)
+      : total_bytes_(total_bytes), arbiter_(Options(total_bytes, pool_idle)) {}
 
   // Steps, and adds the effects to `effects`.
   void Feed(Event event) {
@@ -160,8 +161,9 @@ class ArbiterRig {
   std::vector<Effect> effects;
 
  private:
-  static ArbiterOptions Options(uint64_t total_bytes) {
+  static ArbiterOptions Options(uint64_t total_bytes, absl::Duration pool_idle) {
     ArbiterOptions options;
+    options.pool_idle = pool_idle;
     options.devices = {{.id = DeviceId{1}, .uuid = "GPU-test", .budget_bytes = total_bytes}};
     return options;
   }

@@ -275,6 +275,71 @@ TEST_CASE("Idle cells go back to the driver once nothing has happened for a whil
   CHECK(rig.Take<TrimPool>().size() == 1);
 }
 
+TEST_CASE("A trim waits until no bytes are on their way, and tells what was given back") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.Activate("a");
+  rig.Measured();
+  rig.Feed(TrimRequested{RequestId{81}, DeviceId{1}});
+  CHECK_FALSE(rig.Has<TrimPool>());
+  rig.Take<Reply>();
+  rig.Realized(a);
+  const auto trims = rig.Take<TrimPool>();
+  REQUIRE(trims.size() == 1);
+  CHECK(trims[0].report);
+  // Nor does anything begin before it is through.
+  rig.Deactivate("a");
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  rig.Take<Reply>();
+  rig.Feed(PoolTrimmed{.device = DeviceId{1}, .trimmed_bytes = 10, .freed_bytes = 8});
+  const Reply reply = rig.OnlyReply();
+  CHECK(reply.request == RequestId{81});
+  CHECK(reply.status.ok());
+  CHECK(std::get<TrimOutcome>(reply.outcome).trimmed_bytes == 10);
+  CHECK(std::get<TrimOutcome>(reply.outcome).freed_bytes == 8);
+  CHECK(rig.Has<RealizePlan>());
+}
+
+TEST_CASE("A trim that its caller gives up is through before the next request begins") {
+  ArbiterRig rig(64 * kMiB);
+  rig.Register("a", kSize);
+  rig.Feed(TrimRequested{RequestId{81}, DeviceId{1}});
+  rig.Feed(TrimRequested{RequestId{82}, DeviceId{1}});
+  rig.Feed(RequestCancelled{RequestId{82}});
+  rig.Feed(RequestCancelled{RequestId{81}});
+  CHECK(rig.Take<Reply>().size() == 2);
+  rig.Activate("a");
+  CHECK_FALSE(rig.Has<MeasureDevice>());
+  rig.Feed(PoolTrimmed{.device = DeviceId{1}});
+  CHECK(rig.Has<MeasureDevice>());
+  CHECK_FALSE(rig.Has<Reply>());
+}
+
+TEST_CASE("Where idle cells are not kept a deactivation ends once they are the driver's, and counts them as freed") {
+  ArbiterRig rig(64 * kMiB, absl::ZeroDuration());
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a);
+  rig.effects.clear();
+  rig.Deactivate("a");
+  rig.Realized(a);
+  CHECK_FALSE(rig.Has<Reply>());
+  CHECK(rig.model(a).state == ModelState::kInactive);
+  REQUIRE(rig.Take<TrimPool>().size() == 1);
+  SECTION("all of them") {
+    rig.Feed(PoolTrimmed{.device = DeviceId{1}, .trimmed_bytes = kSize, .freed_bytes = kSize});
+    const auto outcome = std::get<DeactivateOutcome>(rig.OnlyReply().outcome);
+    CHECK(outcome.pooled_bytes == 0);
+    CHECK(outcome.freed_bytes == kSize);
+  }
+  SECTION("without a figure, which is no failure of the deactivation") {
+    rig.Feed(PoolTrimmed{DeviceId{1}, absl::InternalError("cuMemGetInfo"), kSize});
+    const Reply reply = rig.OnlyReply();
+    CHECK(reply.status.ok());
+    CHECK(std::get<DeactivateOutcome>(reply.outcome).freed_bytes == 0);
+  }
+  CHECK_FALSE(rig.Has<TrimPool>());
+}
+
 TEST_CASE("An activation that its caller gives up before anything moved evicts nobody") {
   ArbiterRig rig(kSize + 2 * kMiB);
   const ModelId a = rig.Register("a", kSize);

@@ -121,6 +121,12 @@ RequestId CoreRig::Verify(const std::string& name) {
   return request;
 }
 
+RequestId CoreRig::AskToTrim() {
+  const RequestId request = NextRequest();
+  Feed(TrimRequested{request, kDevice});
+  return request;
+}
+
 RequestId CoreRig::ReleaseLease(SessionId session, LeaseId lease) {
   const RequestId request = NextRequest();
   Feed(ReleaseLeaseRequested{request, session, lease});
@@ -347,10 +353,12 @@ void CoreRig::Do(const VerifyCells& effect) {
   });
 }
 
-void CoreRig::Do(const TrimPool&) {
-  device_work_.push_back([this]() -> Answer {
-    memory_->Trim();
-    return nullptr;
+void CoreRig::Do(const TrimPool& effect) {
+  device_work_.push_back([this, effect]() -> Answer {
+    PoolTrimmed event = memory_->Trim();
+    event.device = effect.device;
+    if (!effect.report) return nullptr;
+    return [event]() -> Event { return event; };
   });
 }
 

@@ -67,6 +67,7 @@ class CoreRig {
                      absl::Duration deadline = absl::InfiniteDuration());
   RequestId Deactivate(const std::string& name, absl::Duration drain = absl::ZeroDuration());
   RequestId Verify(const std::string& name);
+  RequestId AskToTrim();
   RequestId ReleaseLease(SessionId session, LeaseId lease);
   RequestId BeginPhase(SessionId session, LeaseId lease, const std::string& component,
                        absl::Duration deadline = absl::InfiniteDuration());

@@ -250,5 +250,55 @@ TEST_CASE("The status of 64 models with 2,048 cells on the GPU is measured withi
   if (!OnSim()) CHECK(microseconds[4] <= 5000);
 }
 
+TEST_CASE("A trim gives what the pool has back to the driver, and says how much that was, measured") {
+  DaemonRig rig;
+  WriteCheckpoint(rig.Path("one.safetensors"), {70 * kMiB}, 93);
+  rig.Do({"register", "one", rig.Path("one.safetensors")});
+  rig.Do({"activate", "one"});
+  const Json cleared = rig.Do({"deactivate", "one"});
+  CHECK(cleared.at("pooled_bytes") == 70 * kMiB);
+  CHECK(cleared.at("freed_bytes").get<uint64_t>() <= (OnSim() ? 0 : kToleranceBytes));
+  const Json before = rig.Device();
+  CHECK(before.at("pool_idle_bytes") == 70 * kMiB);
+  const std::string uuid = before.at("uuid");
+
+  const Json trimmed = rig.Do({"trim"}).at("devices");
+  REQUIRE(trimmed.size() == 1);
+  CHECK(trimmed[0].at("device_uuid") == uuid);
+  CHECK(trimmed[0].at("trimmed_bytes") == 70 * kMiB);
+  const uint64_t freed_bytes = trimmed[0].at("freed_bytes");
+  CHECK(freed_bytes + (OnSim() ? 0 : kToleranceBytes) >= 70 * kMiB);
+  CHECK(freed_bytes <= 70 * kMiB + (OnSim() ? 0 : kToleranceBytes));
+  CHECK(rig.Device().at("pool_idle_bytes") == 0);
+  rig.AwaitFree(before.at("free_bytes").get<uint64_t>() + 70 * kMiB);
+
+  CHECK(rig.Do({"trim", uuid}).at("devices")[0].at("trimmed_bytes") == 0);
+  CHECK(rig.Refused({"trim", "GPU-none"}).at("reason") == "NO_SUCH_DEVICE");
+  // Nothing is taken from a model.
+  rig.Do({"activate", "one"});
+  CHECK(rig.Do({"trim", uuid}).at("devices")[0].at("trimmed_bytes") == 0);
+  CHECK(rig.Model("one").at("device_bytes") == 70 * kMiB);
+}
+
+TEST_CASE("Where idle cells are not kept a deactivation ends when the driver has the memory, and says so") {
+  DaemonRig rig({"--pool_idle", "0s"});
+  WriteCheckpoint(rig.Path("one.safetensors"), {70 * kMiB}, 94);
+  rig.Do({"register", "one", rig.Path("one.safetensors")});
+  for (int round = 0; round < 2; ++round) {
+    rig.Do({"activate", "one"});
+    const uint64_t free_bytes = rig.Device().at("free_bytes");
+    const Json cleared = rig.Do({"deactivate", "one"});
+    CHECK(cleared.at("pooled_bytes") == 0);
+    CHECK(cleared.at("copied_bytes") == 0);
+    const uint64_t freed_bytes = cleared.at("freed_bytes");
+    CHECK(freed_bytes + (OnSim() ? 0 : kToleranceBytes) >= 70 * kMiB);
+    CHECK(freed_bytes <= 70 * kMiB + (OnSim() ? 0 : kToleranceBytes));
+    const Json after = rig.Device();
+    CHECK(after.at("pool_idle_bytes") == 0);
+    CHECK(after.at("broker_bytes") == 0);
+    CHECK(after.at("free_bytes").get<uint64_t>() + (OnSim() ? 0 : kToleranceBytes) >= free_bytes + 70 * kMiB);
+  }
+}
+
 }  // namespace
 }  // namespace residency

@@ -198,6 +198,8 @@ void Walk::Ask() {
     if (!outstanding.empty()) rig_.Cancel(outstanding[Draw(outstanding.size())]);
   } else if (draw < 94) {
     rig_.Unload(AnyModel());
+  } else if (draw < 95) {
+    rig_.AskToTrim();
   } else {
     rig_.Register(AnyModel());
   }

@@ -241,6 +241,27 @@ int Verify(const GlobalFlags& flags, const std::string& name) {
                                     response.absent_cells()));
 }
 
+int Trim(const GlobalFlags& flags, const std::string& device_uuid) {
+  auto client = Connect(flags);
+  if (!client.ok()) return ReportError(flags, client.status());
+  v1::TrimRequest request;
+  request.set_device_uuid(device_uuid);
+  grpc::ClientContext context;
+  Bound(context, std::max(flags.timeout, kLongCall));
+  v1::TrimResponse response;
+  const auto status = [&] {
+    const Spinner spinner("trimming");
+    return FromGrpcStatus((*client)->service().Trim(&context, request, &response));
+  }();
+  if (!status.ok()) return ReportError(flags, status);
+  std::string text;
+  for (const v1::TrimmedDevice& device : response.devices()) {
+    absl::StrAppendFormat(&text, "trimmed %s: %s out of the pool, %s more are free\n", device.device_uuid(),
+                          FormatBytes(device.trimmed_bytes()), FormatBytes(device.freed_bytes()));
+  }
+  return ReportDone(flags, response, text);
+}
+
 // CLI11 writes into the flags when it parses, so they live as long as the command.
 void AddRegister(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
   auto options = std::make_shared<RegisterFlags>();
@@ -301,6 +322,14 @@ void AddNamed(CLI::App& app, const GlobalFlags& flags, Command& chosen, const st
   command.add_option("NAME", *model, "name of the model")->required();
 }
 
+void AddTrim(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
+  auto device_uuid = std::make_shared<std::string>();
+  CLI::App& command =
+      *AddCommand(app, "trim", "Gives device memory that waits for the next model back to the driver",
+                  "residencyctl trim", chosen, [&flags, device_uuid] { return Trim(flags, *device_uuid); });
+  command.add_option("DEVICE", *device_uuid, "UUID of the GPU; all of the daemon's if not given");
+}
+
 }  // namespace
 
 void AddModelCommands(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
@@ -309,6 +338,7 @@ void AddModelCommands(CLI::App& app, const GlobalFlags& flags, Command& chosen) 
   AddDeactivate(app, flags, chosen);
   AddNamed(app, flags, chosen, "unload", "Forgets a model and gives back its memory", Unload);
   AddNamed(app, flags, chosen, "verify", "Digests every cell on the GPU and compares it with the host's", Verify);
+  AddTrim(app, flags, chosen);
 }
 
 }  // namespace residency
