@@ -173,6 +173,34 @@ TEST_CASE("A model that is larger than the card, at 1/64 of a real pair, is refu
   CHECK(rig.Model("big").at("generation") == 0);
 }
 
+// ---- A program beside the daemon that needs room. ----
+
+TEST_CASE("Room that only idle cells take is another program's after a trim, or by itself after --pool_idle") {
+  // Doctor's measurement stands for the program: it needs 48 MiB, and says which error it meets without.
+  const std::vector<std::string> need = {"doctor", "--measure", "--driver", "sim", "--bytes", "16MiB"};
+  const auto fill_pool = [](DaemonRig& rig) {
+    WriteSparseCheckpoint(rig.Path("one.safetensors"), {92 * kMiB}, 96);
+    rig.Do({"register", "one", rig.Path("one.safetensors")});
+    rig.Do({"activate", "one"});
+    rig.Do({"deactivate", "one"});
+  };
+  {
+    DaemonRig rig({"--sim_device_bytes", "128MiB", "--pool_idle", "1h"});
+    fill_pool(rig);
+    const Json refused = rig.Refused(need);
+    CHECK(refused.at("reason") == "GPU_MEMORY");
+    CHECK(refused.at("available_bytes") < refused.at("needed_bytes"));
+    CHECK(rig.Do({"trim"}).at("devices")[0].at("freed_bytes") == 92 * kMiB);
+    CHECK(rig.Do(need).at("measured_bytes") == 16 * kMiB);
+  }
+  {
+    DaemonRig rig({"--sim_device_bytes", "128MiB", "--pool_idle", "100ms"});
+    fill_pool(rig);
+    rig.Await("the pool is empty", [](const Json& status) { return status["devices"][0]["pool_idle_bytes"] == 0; });
+    CHECK(rig.Do(need).at("measured_bytes") == 16 * kMiB);
+  }
+}
+
 // ---- Sockets, descriptors, processes. ----
 
 TEST_CASE("A runtime directory that leaves no room for a socket's name is refused with that reason") {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// doctor: looks at the machine and says what is missing; works without a daemon.
+// doctor: looks at the machine and says what is missing, or measures what a card can do; works without a daemon.
 #ifndef RESIDENCY_CLIENT_CTL_DOCTOR_COMMAND_H_
 #define RESIDENCY_CLIENT_CTL_DOCTOR_COMMAND_H_
 

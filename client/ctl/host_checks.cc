@@ -69,11 +69,6 @@ Check CheckGpu(const Driver& driver, int ordinal) {
   return check;
 }
 
-bool IsDirectory(const std::string& path) {
-  struct stat status {};
-  return stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
-}
-
 Check CheckOpenFiles() {
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
@@ -144,23 +139,32 @@ std::string ChosenWord(std::string_view text) {
   return std::string(text.substr(open + 1, close - open - 1));
 }
 
+SimOptions SimOptionsFor(const std::string& sim_directory) {
+  SimOptions sim;
+  sim.directory = sim_directory;
+  if (const char* faults = std::getenv("RESIDENCY_SIM_FAULTS"); faults != nullptr) sim.faults = faults;
+  return sim;
+}
+
+bool HasSimCards(const std::string& sim_directory) {
+  struct stat status {};
+  return stat(sim_directory.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
 std::vector<Check> CheckDriver(DriverKind kind, const std::string& sim_directory) {
   Check opened{.what = "driver", .found = std::string(DriverKindName(kind))};
   if (kind == DriverKind::kSim) {
     absl::StrAppend(&opened.found, " in ", sim_directory);
-    if (!IsDirectory(sim_directory)) {
+    if (!HasSimCards(sim_directory)) {
       opened.state = CheckState::kFail;
       absl::StrAppend(&opened.found, ": there are no simulated cards");
       opened.advice = "start residencyd --driver=sim, which makes them, or set RESIDENCY_SIM_DIR";
       return {opened};
     }
   }
-  SimOptions sim;
-  sim.directory = sim_directory;
-  if (const char* faults = std::getenv("RESIDENCY_SIM_FAULTS"); faults != nullptr) sim.faults = faults;
   // Devices refer to the table, and the process ends soon.
   static Driver driver;
-  auto table = OpenDriver(kind, sim);
+  auto table = OpenDriver(kind, SimOptionsFor(sim_directory));
   absl::StatusOr<int> count = 0;
   if (table.ok()) {
     driver = *table;

@@ -11,6 +11,7 @@
 
 #include "absl/time/time.h"
 #include "mechanisms/driver.h"
+#include "mechanisms/sim_driver.h"
 
 namespace residency {
 
@@ -23,6 +24,10 @@ struct Check {
   std::string found;
   std::string advice;  // empty where there is nothing to do
 };
+
+// The simulated cards of a directory with the faults of $RESIDENCY_SIM_FAULTS; whether somebody made cards there.
+SimOptions SimOptionsFor(const std::string& sim_directory);
+bool HasSimCards(const std::string& sim_directory);
 
 // Opens the driver and tries, on every GPU, all that an activation needs. `sim_directory` is for the simulated driver,
 // which is only looked at where somebody made its cards already.
