@@ -79,29 +79,39 @@ void Loader::ReadHeaders(std::string source, std::vector<ComponentSource> compon
 
 namespace {
 
-// Page-locks the mirror that was built last; takes the lock off all of them where that is refused.
-absl::Status PinLast(BuiltMirrors& built, uint64_t set_bytes, const Device& device, PinWish pin,
-                     const std::function<uint64_t()>& pinned_bytes) {
-  const absl::Status refused = built.mirrors.back().Pin(device);
-  // A lost device is no limit of the host's.
-  if (refused.ok() || ReasonOf(refused) == "DEVICE_LOST") return refused;
-  const uint64_t had_bytes = GetRefusal(refused).value_or(Refusal{}).available_bytes.value_or(0);
-  uint64_t own_bytes = had_bytes;
-  for (const Mirror& mirror : built.mirrors) own_bytes += mirror.pinned_bytes();
-  const uint64_t limit_bytes = pinned_bytes() + had_bytes;
-  for (Mirror& mirror : built.mirrors) mirror.Unpin();
-  built.pin_refusal = refused;
-  if (absl::IsResourceExhausted(refused)) {
-    built.pin_limit_bytes = limit_bytes;
-    built.pin_refusal =
-        Refuse(absl::StatusCode::kResourceExhausted,
-               {.reason = "PIN_LIMIT", .needed_bytes = set_bytes, .available_bytes = own_bytes},
-               absl::StrCat("page-locking a set of ", set_bytes, " bytes of host memory was refused after ", own_bytes,
-                            " bytes; the limit met is ", limit_bytes, " bytes, of which others have ",
-                            limit_bytes - own_bytes));
+// What page-locking a set came to, as its pinner tells it. Once ReadMirrors has returned, for the worker.
+class PinReport {
+ public:
+  PinReport(uint64_t set_bytes, PinWish pin, const std::function<uint64_t()>& pinned_bytes)
+      : set_bytes_(set_bytes), pin_(pin), pinned_bytes_(pinned_bytes) {}
+
+  // `own_bytes` of the set are locked, and are counted in what all mirrors have.
+  void OnRefused(const absl::Status& status, uint64_t own_bytes) {
+    refusal_ = status;
+    if (absl::IsResourceExhausted(status)) {
+      limit_bytes_ = pinned_bytes_();
+      refusal_ = Refuse(absl::StatusCode::kResourceExhausted,
+                        {.reason = "PIN_LIMIT", .needed_bytes = set_bytes_, .available_bytes = own_bytes},
+                        absl::StrCat("page-locking a set of ", set_bytes_, " bytes of host memory was refused after ",
+                                     own_bytes, " bytes; the limit met is ", *limit_bytes_,
+                                     " bytes, of which others have ", *limit_bytes_ - own_bytes));
+    }
+    // A lost device is no limit of the host's.
+    fatal_ = pin_ == PinWish::kMust || ReasonOf(status) == "DEVICE_LOST";
   }
-  return pin == PinWish::kMust ? built.pin_refusal : absl::OkStatus();
-}
+  // Whether the rest need not be read. Any thread.
+  bool fatal() const { return fatal_; }
+  const absl::Status& refusal() const { return refusal_; }
+  std::optional<uint64_t> limit_bytes() const { return limit_bytes_; }
+
+ private:
+  const uint64_t set_bytes_;
+  const PinWish pin_;
+  const std::function<uint64_t()>& pinned_bytes_;
+  absl::Status refusal_;
+  std::optional<uint64_t> limit_bytes_;
+  std::atomic<bool> fatal_{false};
+};
 
 }  // namespace
 
@@ -110,32 +120,31 @@ void Loader::BuildMirrors(const Checkpoint& checkpoint, const Device& device, Pi
                           std::function<void(uint64_t)> progress, std::function<void(BuiltMirrors)> done) {
   NextWorker().Post([this, &checkpoint, &device, pin, pinned_bytes = std::move(pinned_bytes), &cancelled,
                      progress = std::move(progress), done = std::move(done)]() mutable {
-    BuiltMirrors built;
-    uint64_t before_bytes = 0;
+    PinReport report(checkpoint.layout.span_bytes, pin, pinned_bytes);
     uint64_t reported_bytes = 0;
-    for (uint32_t component = 0; component < checkpoint.layout.components.size() && built.status.ok(); ++component) {
-      MirrorOptions options;
-      options.progress = [&](uint64_t done_bytes) {
-        const uint64_t bytes = before_bytes + done_bytes;
-        if (bytes >= reported_bytes + kProgressStepBytes) {
-          reported_bytes = bytes;
-          decision_.Post([progress, bytes] { progress(bytes); });
-        }
-        return !cancelled && !stopping_;
-      };
-      auto mirror = Mirror::Build(checkpoint.layout, component, checkpoint.manifest, options);
-      built.status = mirror.status();
-      if (!built.status.ok()) break;
-      built.mirrors.push_back(*std::move(mirror));
-      before_bytes += checkpoint.layout.components[component].payload_bytes;
-      // Once refused, the rest is not tried: a set is locked as a whole.
-      if (pin == PinWish::kNo || !built.pin_refusal.ok()) continue;
-      built.status = PinLast(built, checkpoint.layout.span_bytes, device, pin, pinned_bytes);
-    }
+    MirrorOptions options;
+    options.progress = [&](uint64_t done_bytes) {
+      if (done_bytes >= reported_bytes + kProgressStepBytes) {
+        reported_bytes = done_bytes;
+        decision_.Post([progress, done_bytes] { progress(done_bytes); });
+      }
+      return !cancelled && !stopping_ && !report.fatal();
+    };
+    if (pin != PinWish::kNo) options.pin_for = &device;
+    options.pin.progress = [&](uint64_t) { return !cancelled && !stopping_; };
+    options.pin.refused = [&](const absl::Status& status, uint64_t own_bytes) { report.OnRefused(status, own_bytes); };
+    auto set = ReadMirrors(checkpoint.layout, checkpoint.manifest, options);
+    BuiltMirrors built{
+        .status = set.status(), .pin_refusal = report.refusal(), .pin_limit_bytes = report.limit_bytes()};
+    if (report.fatal() && (set.ok() || absl::IsCancelled(set.status()))) built.status = report.refusal();
     if (built.status.ok() && cancelled) {
       built.status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the registration was given up");
     }
-    if (!built.status.ok()) built.mirrors.clear();
+    if (built.status.ok()) {
+      built.mirrors = std::move(set->mirrors);
+    } else {
+      set = built.status;  // and the memory goes before anybody is told
+    }
     decision_.Post([built = std::move(built), done = std::move(done)]() mutable { done(std::move(built)); });
   });
 }

@@ -19,7 +19,7 @@
 #include "mechanisms/device.h"
 #include "mechanisms/layout.h"
 #include "mechanisms/manifest.h"
-#include "mechanisms/mirror.h"
+#include "mechanisms/mirror_read.h"
 
 namespace residency {
 
@@ -50,10 +50,10 @@ class Loader {
   void ReadHeaders(std::string source, std::vector<ComponentSource> components, uint64_t granule_bytes,
                    std::function<void(absl::StatusOr<Checkpoint>)> done);
 
-  // Builds the mirrors of all components and page-locks them for `device` as `pin` says. `checkpoint` and `cancelled`
-  // (set it to stop: CANCELLED) must live until `done`. `pinned_bytes` says, on any thread, what is page-locked of all
-  // mirrors. `progress` gets the payload bytes that are in memory. On failure nothing is left.
-  // Errors as Mirror::Build; with kMust also RESOURCE_EXHAUSTED/PIN_LIMIT with the bytes of all components and those
+  // Reads the mirrors of all components, and page-locks them for `device` meanwhile as `pin` says. `checkpoint` and
+  // `cancelled` (set it to stop: CANCELLED) must live until `done`. `pinned_bytes` says, on any thread, what is
+  // page-locked of all mirrors. `progress` gets the payload bytes that are in memory. On failure nothing is left.
+  // Errors as ReadMirrors; with kMust also RESOURCE_EXHAUSTED/PIN_LIMIT with the bytes of all components and those
   // that could be had, or what else Device::RegisterHost answers.
   void BuildMirrors(const Checkpoint& checkpoint, const Device& device, PinWish pin,
                     std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
