@@ -60,7 +60,7 @@ class Broker {
   ~Broker();
 
   using Done = std::function<void(const Reply&)>;
-  using Progress = std::function<void(uint64_t bytes_done, uint64_t bytes_total)>;
+  using Progress = std::function<void(uint64_t bytes_done, uint64_t bytes_total, uint64_t pinned_bytes)>;
 
   // Each answers `done` exactly once. The id is for Cancel.
   RequestId Register(RegisterOptions options, Progress progress, Done done);
@@ -110,7 +110,8 @@ class Broker {
     DeviceId device;
     HostCopyId copy;
     std::vector<RequestId> watching_progress;
-    uint64_t loaded_bytes = 0;
+    uint64_t loaded_bytes = 0;         // of payload, read so far
+    uint64_t loaded_pinned_bytes = 0;  // page-locked so far
   };
 
   // The mirrors that one model has, or several of the same files. It goes with the last of them.
@@ -154,7 +155,7 @@ class Broker {
   void Do(const SetTimer& effect);
 
   void ReadCopy(HostCopyId id, PinWish pin);
-  void OnProgress(HostCopyId id, uint64_t bytes);
+  void OnProgress(HostCopyId id, const BuildProgress& progress);
   void OnMirrors(HostCopyId id, BuiltMirrors built);
   void OnCopyComplete(ModelId id);
   std::vector<ModelId> ModelsOf(HostCopyId copy) const;

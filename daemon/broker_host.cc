@@ -132,6 +132,8 @@ void Broker::Do(const BuildMirrors& effect) {
   if (is_new) {
     copy->second = std::make_unique<HostCopy>();
     copy->second->reader = effect.model;
+    model.loaded_bytes = 0;
+    model.loaded_pinned_bytes = 0;
     ReadCopy(effect.copy, effect.pin);
   } else if (copy->second->complete) {
     OnCopyComplete(effect.model);
@@ -148,7 +150,7 @@ void Broker::ReadCopy(HostCopyId id, PinWish pin) {
   };
   loader_->BuildMirrors(
       model.checkpoint, GpuOf(model.device).device(), pin, pinned_bytes, copy.cancelled,
-      [this, id](uint64_t bytes) { OnProgress(id, bytes); },
+      [this, id](const BuildProgress& progress) { OnProgress(id, progress); },
       [this, id](BuiltMirrors built) { OnMirrors(id, std::move(built)); });
 }
 
@@ -160,16 +162,22 @@ std::vector<ModelId> Broker::ModelsOf(HostCopyId copy) const {
   return models;
 }
 
-void Broker::OnProgress(HostCopyId copy, uint64_t bytes) {
+void Broker::OnProgress(HostCopyId copy, const BuildProgress& progress) {
+  const auto take_in = [&progress](LoadedModel& model) {
+    // The thread that page-locks may say what was read a moment after the one that reads has said more.
+    model.loaded_bytes = std::max(model.loaded_bytes, progress.read_bytes);
+    model.loaded_pinned_bytes = progress.pinned_bytes.value_or(model.loaded_pinned_bytes);
+  };
   if (const auto found = copies_.find(copy); found != copies_.end() && found->second->kept != nullptr) {
-    found->second->kept->loaded_bytes = bytes;
+    take_in(*found->second->kept);
   }
   for (ModelId id : ModelsOf(copy)) {
     LoadedModel& model = *models_.at(id);
-    model.loaded_bytes = bytes;
+    take_in(model);
     for (RequestId request : model.watching_progress) {
-      const auto progress = progress_.find(request);
-      if (progress != progress_.end()) progress->second(bytes, model.checkpoint.layout.payload_bytes);
+      const auto told = progress_.find(request);
+      if (told == progress_.end()) continue;
+      told->second(model.loaded_bytes, model.checkpoint.layout.payload_bytes, model.loaded_pinned_bytes);
     }
   }
   Changed();

@@ -80,6 +80,7 @@ v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMe
     shown = ModelStatusOf(record, loaded.checkpoint.layout, measurement, records, probe, now);
     shown.set_device_uuid(records.devices.at(record.device).uuid);
     shown.set_epoch(options_.identity.epoch);
+    if (record.state == ModelState::kRegistering) shown.set_pinned_bytes(loaded.loaded_pinned_bytes);
     if (record.state == ModelState::kRegistering && loaded.checkpoint.layout.payload_bytes > 0) {
       shown.set_progress(static_cast<double>(loaded.loaded_bytes) /
                          static_cast<double>(loaded.checkpoint.layout.payload_bytes));

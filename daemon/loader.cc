@@ -117,22 +117,33 @@ class PinReport {
 
 void Loader::BuildMirrors(const Checkpoint& checkpoint, const Device& device, PinWish pin,
                           std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
-                          std::function<void(uint64_t)> progress, std::function<void(BuiltMirrors)> done) {
+                          std::function<void(const BuildProgress&)> progress, std::function<void(BuiltMirrors)> done) {
   NextWorker().Post([this, &checkpoint, &device, pin, pinned_bytes = std::move(pinned_bytes), &cancelled,
                      progress = std::move(progress), done = std::move(done)]() mutable {
     PinReport report(checkpoint.layout.span_bytes, pin, pinned_bytes);
+    std::atomic<uint64_t> read_bytes{0};
+    const auto report_pinned = [&](uint64_t pinned_bytes) {
+      decision_.Post([progress, so_far = BuildProgress{read_bytes, pinned_bytes}] { progress(so_far); });
+    };
     uint64_t reported_bytes = 0;
     MirrorOptions options;
     options.progress = [&](uint64_t done_bytes) {
-      if (done_bytes >= reported_bytes + kProgressStepBytes) {
+      read_bytes = done_bytes;
+      if (done_bytes >= reported_bytes + kProgressStepBytes || done_bytes == checkpoint.layout.payload_bytes) {
         reported_bytes = done_bytes;
-        decision_.Post([progress, done_bytes] { progress(done_bytes); });
+        decision_.Post([progress, done_bytes] { progress({done_bytes, std::nullopt}); });
       }
       return !cancelled && !stopping_ && !report.fatal();
     };
     if (pin != PinWish::kNo) options.pin_for = &device;
-    options.pin.progress = [&](uint64_t) { return !cancelled && !stopping_; };
-    options.pin.refused = [&](const absl::Status& status, uint64_t own_bytes) { report.OnRefused(status, own_bytes); };
+    options.pin.progress = [&](uint64_t pinned_bytes) {
+      report_pinned(pinned_bytes);
+      return !cancelled && !stopping_;
+    };
+    options.pin.refused = [&](const absl::Status& status, uint64_t own_bytes) {
+      report.OnRefused(status, own_bytes);
+      report_pinned(0);
+    };
     auto set = ReadMirrors(checkpoint.layout, checkpoint.manifest, options);
     BuiltMirrors built{
         .status = set.status(), .pin_refusal = report.refusal(), .pin_limit_bytes = report.limit_bytes()};

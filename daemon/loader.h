@@ -32,6 +32,12 @@ struct BuiltMirrors {
   std::optional<uint64_t> pin_limit_bytes;
 };
 
+// How far the mirrors of a model are, all components together.
+struct BuildProgress {
+  uint64_t read_bytes = 0;               // of payload, that are in memory
+  std::optional<uint64_t> pinned_bytes;  // page-locked, where that has changed; nothing is any more once it was refused
+};
+
 // A checkpoint whose headers were read.
 struct Checkpoint {
   Manifest manifest;
@@ -52,12 +58,12 @@ class Loader {
 
   // Reads the mirrors of all components, and page-locks them for `device` meanwhile as `pin` says. `checkpoint` and
   // `cancelled` (set it to stop: CANCELLED) must live until `done`. `pinned_bytes` says, on any thread, what is
-  // page-locked of all mirrors. `progress` gets the payload bytes that are in memory. On failure nothing is left.
+  // page-locked of all mirrors. On failure nothing is left.
   // Errors as ReadMirrors; with kMust also RESOURCE_EXHAUSTED/PIN_LIMIT with the bytes of all components and those
   // that could be had, or what else Device::RegisterHost answers.
   void BuildMirrors(const Checkpoint& checkpoint, const Device& device, PinWish pin,
                     std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
-                    std::function<void(uint64_t bytes_done)> progress, std::function<void(BuiltMirrors)> done);
+                    std::function<void(const BuildProgress&)> progress, std::function<void(BuiltMirrors)> done);
 
   // Destroys `what` on a thread of its own, so that no unload waits behind a long read, then calls `done`.
   template <typename T>

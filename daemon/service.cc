@@ -126,12 +126,13 @@ grpc::ServerWriteReactor<v1::RegisterModelResponse>* Service::RegisterModel(grpc
     const absl::Time began = MonotonicNow();
     const RequestId id = broker_.Register(
         *std::move(options),
-        [&call](uint64_t done_bytes, uint64_t total_bytes) {
+        [&call](uint64_t done_bytes, uint64_t total_bytes, uint64_t pinned_bytes) {
           // A slow reader gets fewer messages, not older ones.
           if (call.backlog() > 1) return;
           v1::RegisterModelResponse response;
           response.set_bytes_done(done_bytes);
           response.set_bytes_total(total_bytes);
+          response.set_pinned_bytes(pinned_bytes);
           call.Push(std::move(response));
         },
         [this, &call, began](const Reply& reply) {

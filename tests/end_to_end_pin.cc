@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Page-locking that fails, or lasts long enough to be interrupted. Only the simulated driver can be told to do either.
+#include <grpcpp/client_context.h>
+
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <csignal>
@@ -9,6 +11,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "client/grpc_status.h"
 #include "tests/daemon_rig.h"
 #include "tests/test_checkpoints.h"
 
@@ -88,6 +92,47 @@ TEST_CASE("By itself a model that cannot be page-locked stays pageable, is shown
     const std::string tensor = name.substr(name.find('/') + 1);
     CHECK(hash == (name.starts_with("a/") ? a_truth.at(tensor) : b_truth.at(tensor)));
   }
+}
+
+TEST_CASE("Reading waits for no page-locking, which is told as it goes on and is given up with the registration") {
+  DaemonRig rig({"--sim_faults=cuMemHostRegister=+400ms,cuMemHostRegister@1=+1s"});
+  v1::RegisterModelRequest request;
+  request.set_name("large");
+  std::vector<std::string> by_hand = {"register", "large"};
+  for (const std::string name : {"a", "b", "c", "d"}) {
+    WriteCheckpoint(rig.Path(name), {2 * kMiB}, 38);
+    v1::ComponentSource& component = *request.add_components();
+    component.set_name(name);
+    component.set_path(rig.Path(name));
+    by_hand.insert(by_hand.end(), {"--component", absl::StrCat(name, "=", rig.Path(name))});
+  }
+  auto client = Client::Connect({rig.runtime_dir(), "end_to_end_pin", absl::Seconds(5)});
+  REQUIRE(client.ok());
+  grpc::ClientContext context;
+  const auto stream = (*client)->service().RegisterModel(&context, request);
+  std::vector<v1::RegisterModelResponse> messages;
+  for (v1::RegisterModelResponse message; stream->Read(&message);) messages.push_back(message);
+  REQUIRE(FromGrpcStatus(stream->Finish()).ok());
+  REQUIRE(messages.size() >= 3);
+  // All four were read while the first one was being locked.
+  CHECK(messages[0].bytes_done() == 8 * kMiB);
+  CHECK(messages[0].pinned_bytes() == 0);
+  for (size_t i = 1; i < messages.size(); ++i) CHECK(messages[i - 1].pinned_bytes() <= messages[i].pinned_bytes());
+  CHECK(messages[1].pinned_bytes() == 2 * kMiB);
+  CHECK_FALSE(messages[1].done());
+  CHECK(messages.back().pinned_bytes() == 8 * kMiB);
+  CHECK(messages.back().done());
+  rig.Do({"unload", "large"});
+
+  const auto given_up = rig.StartCtl(by_hand);
+  rig.Await("some of it is page-locked", [](const Json& status) {
+    const Json& models = status.at("models");
+    return models.size() == 1 && models[0].at("state") == "registering" && models[0].at("pinned_bytes") >= 2 * kMiB;
+  });
+  given_up->Signal(SIGINT);
+  CHECK(given_up->Wait() != 0);
+  rig.Await("nothing of it is left", [](const Json& status) { return status.at("models").empty(); });
+  CHECK(rig.Status().at("host").at("pinned_bytes") == 0);
 }
 
 TEST_CASE("A registration that is given up leaves the host copy to another name that waits for it") {

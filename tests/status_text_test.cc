@@ -6,6 +6,8 @@
 #include <sstream>
 #include <string>
 
+#include "client/ctl/progress.h"
+
 namespace residency {
 namespace {
 
@@ -147,6 +149,17 @@ TEST_CASE("errors, activations and registrations under way are shown") {
   CHECK(Has(StatusText(status), "42 %"));
   status.clear_models();
   CHECK(Has(StatusText(status), "no models"));
+}
+
+TEST_CASE("progress shows what is read and, once there is any, what is page-locked, in the columns there are") {
+  const auto line = [](uint64_t done_bytes, uint64_t pinned_bytes, uint64_t columns) {
+    return ProgressLine(done_bytes, 4 * kGiB, pinned_bytes, absl::Seconds(2), columns);
+  };
+  CHECK(line(kGiB, 0, 60) == "[####.............]  25 %  1.00 GiB of 4.00 GiB  512.0 MiB/s");
+  CHECK(Has(line(2 * kGiB, kGiB, 79), " 50 %  2.00 GiB of 4.00 GiB  1.00 GiB/s  1.00 GiB pinned"));
+  CHECK(line(4 * kGiB, 3 * kGiB, 79).starts_with("[####"));
+  for (uint64_t columns = 10; columns < 90; ++columns) CHECK(line(4 * kGiB, 3 * kGiB, columns).size() <= columns);
+  CHECK(ProgressLine(0, 0, 0, absl::Seconds(1), 79) == "reading headers");
 }
 
 TEST_CASE("tensors stand under their component with type, size and shape") {

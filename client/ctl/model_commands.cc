@@ -101,7 +101,9 @@ absl::StatusOr<v1::RegisterModelResponse> CallRegister(Client& client, const v1:
   const auto stream = client.service().RegisterModel(&context, request);
   v1::RegisterModelResponse response;
   ProgressBar bar;
-  while (stream->Read(&response)) bar.Update(response.bytes_done(), response.bytes_total());
+  while (stream->Read(&response)) {
+    bar.Update(response.bytes_done(), response.bytes_total(), response.pinned_bytes());
+  }
   if (auto status = FromGrpcStatus(stream->Finish()); !status.ok()) return status;
   if (!response.done()) return absl::InternalError("the daemon ended the registration without an outcome");
   return response;

@@ -34,7 +34,8 @@ void Draw(const std::string& line) {
 
 }  // namespace
 
-std::string ProgressLine(uint64_t bytes_done, uint64_t bytes_total, absl::Duration elapsed, uint64_t columns) {
+std::string ProgressLine(uint64_t bytes_done, uint64_t bytes_total, uint64_t pinned_bytes, absl::Duration elapsed,
+                         uint64_t columns) {
   if (bytes_total == 0) return "reading headers";
   const double part = std::min(1.0, static_cast<double>(bytes_done) / static_cast<double>(bytes_total));
   const double seconds = absl::ToDoubleSeconds(elapsed);
@@ -44,6 +45,7 @@ std::string ProgressLine(uint64_t bytes_done, uint64_t bytes_total, absl::Durati
     const auto per_second = static_cast<uint64_t>(static_cast<double>(bytes_done) / seconds);
     absl::StrAppend(&figures, "  ", FormatBytes(per_second), "/s");
   }
+  if (pinned_bytes > 0) absl::StrAppend(&figures, "  ", FormatBytes(pinned_bytes), " pinned");
   // Two brackets and the space behind them. Where there is no room for a bar the figures matter more.
   if (figures.size() + 3 + 5 > columns) return figures.substr(0, columns);
   const uint64_t width = std::min<uint64_t>(kWidestBar, columns - figures.size() - 3);
@@ -57,11 +59,11 @@ ProgressBar::~ProgressBar() {
   if (visible_) Draw("");
 }
 
-void ProgressBar::Update(uint64_t bytes_done, uint64_t bytes_total) {
+void ProgressBar::Update(uint64_t bytes_done, uint64_t bytes_total, uint64_t pinned_bytes) {
   const absl::Time now = absl::Now();
   if (!visible_ || now - drawn_ < kRedraw) return;
   drawn_ = now;
-  Draw(ProgressLine(bytes_done, bytes_total, now - start_, TerminalColumns() - 1));
+  Draw(ProgressLine(bytes_done, bytes_total, pinned_bytes, now - start_, TerminalColumns() - 1));
 }
 
 Spinner::Spinner(std::string what) : what_(std::move(what)) {

@@ -14,9 +14,10 @@
 
 namespace residency {
 
-// "[#########.........]  47 %  5.27 GiB of 11.22 GiB  3.10 GiB/s", at most `columns` wide. `bytes_total` 0: not known
-// yet. Pure.
-std::string ProgressLine(uint64_t bytes_done, uint64_t bytes_total, absl::Duration elapsed, uint64_t columns);
+// "[#########.........]  47 %  5.27 GiB of 11.22 GiB  3.10 GiB/s  5.00 GiB pinned", at most `columns` wide.
+// `bytes_total` 0: not known yet. What is pinned stands there once something is. Pure.
+std::string ProgressLine(uint64_t bytes_done, uint64_t bytes_total, uint64_t pinned_bytes, absl::Duration elapsed,
+                         uint64_t columns);
 
 // A bar that is redrawn with every Update. One thread.
 class ProgressBar {
@@ -25,7 +26,7 @@ class ProgressBar {
   ~ProgressBar();  // wipes the bar
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
-  void Update(uint64_t bytes_done, uint64_t bytes_total);
+  void Update(uint64_t bytes_done, uint64_t bytes_total, uint64_t pinned_bytes);
 
  private:
   const bool visible_;
