@@ -10,9 +10,22 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/broker.h"
 #include "daemon/status.h"
+#include "mechanisms/numa.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
+namespace {
+
+void SetHostNodes(v1::ModelStatus& model, const BuiltMirrors& built) {
+  for (const auto& [node, bytes] : built.node_bytes) {
+    v1::NodeBytes& shown = *model.add_host_nodes();
+    shown.set_node(node);
+    shown.set_bytes(bytes);
+  }
+  if (!built.placed.ok()) model.set_host_not_placed(std::string(built.placed.message()));
+}
+
+}  // namespace
 
 absl::StatusOr<Broker::ModelView> Broker::Find(const std::string& name) const {
   if (!ending_.ok()) return ending_;
@@ -67,8 +80,10 @@ v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMe
   const Records& records = arbiter_.records();
   SetHostStatus(*status.mutable_host());
   for (const auto& gpu : gpus_) {
-    *status.add_devices() =
+    v1::DeviceStatus& device = *status.add_devices();
+    device =
         DeviceStatusOf(gpu->device().info(), records.devices.at(gpu->id()), measured[gpu->id().value - 1], records);
+    if (const auto node = NodeForDevice(gpu->device().info().pci_id)) device.set_numa_node(*node);
   }
   const LeaseProbe probe{[this](LeaseId lease) { return IsInUse(lease); },
                          [this](LeaseId lease) { return sessions_.mapped_bytes(lease); }};
@@ -80,6 +95,7 @@ v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMe
     shown = ModelStatusOf(record, loaded.checkpoint.layout, measurement, records, probe, now);
     shown.set_device_uuid(records.devices.at(record.device).uuid);
     shown.set_epoch(options_.identity.epoch);
+    if (const auto copy = copies_.find(loaded.copy); copy != copies_.end()) SetHostNodes(shown, copy->second->built);
     if (record.state == ModelState::kRegistering) shown.set_pinned_bytes(loaded.loaded_pinned_bytes);
     if (record.state == ModelState::kRegistering && loaded.checkpoint.layout.payload_bytes > 0) {
       shown.set_progress(static_cast<double>(loaded.loaded_bytes) /

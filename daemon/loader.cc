@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "daemon/loader.h"
 
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "mechanisms/numa.h"
 #include "mechanisms/refusal.h"
 #include "mechanisms/units.h"
 
@@ -79,6 +81,13 @@ void Loader::ReadHeaders(std::string source, std::vector<ComponentSource> compon
 
 namespace {
 
+std::map<int, uint64_t> NodeBytesOf(const std::vector<Mirror>& mirrors) {
+  if (MemoryNodes().size() < 2) return {};
+  std::vector<std::span<const std::byte>> images;
+  for (const Mirror& mirror : mirrors) images.emplace_back(mirror.data(), mirror.bytes());
+  return BytesByNode(images).value_or(std::map<int, uint64_t>());
+}
+
 // What page-locking a set came to, as its pinner tells it. Once ReadMirrors has returned, for the worker.
 class PinReport {
  public:
@@ -135,6 +144,7 @@ void Loader::BuildMirrors(const Checkpoint& checkpoint, const Device& device, Pi
       }
       return !cancelled && !stopping_ && !report.fatal();
     };
+    options.node = NodeForDevice(device.info().pci_id);
     if (pin != PinWish::kNo) options.pin_for = &device;
     options.pin.progress = [&](uint64_t pinned_bytes) {
       report_pinned(pinned_bytes);
@@ -153,6 +163,8 @@ void Loader::BuildMirrors(const Checkpoint& checkpoint, const Device& device, Pi
     }
     if (built.status.ok()) {
       built.mirrors = std::move(set->mirrors);
+      built.node_bytes = NodeBytesOf(built.mirrors);
+      built.placed = set->placed;
     } else {
       set = built.status;  // and the memory goes before anybody is told
     }

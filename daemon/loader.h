@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -30,6 +31,10 @@ struct BuiltMirrors {
   // Where the driver refused to page-lock them: how, and what it had locked of mirrors by then, for all models.
   absl::Status pin_refusal;
   std::optional<uint64_t> pin_limit_bytes;
+  // On a host with several memory nodes: bytes by node as the kernel counted them when all was read, and why the system
+  // would not place them on the device's.
+  std::map<int, uint64_t> node_bytes;
+  absl::Status placed;
 };
 
 // How far the mirrors of a model are, all components together.

@@ -53,6 +53,17 @@ std::string FormatUuid(const CUuuid& uuid) {
   return text;
 }
 
+// GPUs are function 0 of their PCI device.
+std::string PciId(const Driver& driver, CUdevice device) {
+  std::array<int, 3> place{};
+  const CUdevice_attribute attributes[] = {CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
+                                           CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID};
+  for (size_t i = 0; i < place.size(); ++i) {
+    if (driver.cuDeviceGetAttribute(&place[i], attributes[i], device) != CUDA_SUCCESS) return "";
+  }
+  return absl::StrFormat("%04x:%02x:%02x.0", place[0], place[1], place[2]);
+}
+
 }  // namespace
 
 absl::Status DriverStatus(const Driver& driver, CUresult result, std::string_view call) {
@@ -130,6 +141,7 @@ absl::StatusOr<DeviceInfo> ReadInfo(const Driver& driver, CUdevice device, int o
     if (auto status = DriverStatus(driver, result, call); !status.ok()) return status;
   }
   info.name = name.data();
+  info.pci_id = PciId(driver, device);
   info.uuid = FormatUuid(uuid);
   info.total_bytes = total_bytes;
   // A device without virtual memory management still counts and shows its memory; Probe says what fails.

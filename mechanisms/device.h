@@ -92,6 +92,7 @@ struct DeviceInfo {
   int ordinal = 0;   // in this process's order; never a key
   std::string uuid;  // "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx", the key
   std::string name;
+  std::string pci_id;          // as /sys/bus/pci/devices spells it; empty where the driver does not say
   uint64_t total_bytes = 0;    // cuDeviceTotalMem
   uint64_t granule_bytes = 0;  // of cuMemCreate
   int driver_version = 0;      // as cuDriverGetVersion: 1000 * major + 10 * minor

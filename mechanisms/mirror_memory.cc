@@ -8,6 +8,7 @@
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "mechanisms/numa.h"
 #include "mechanisms/refusal.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -64,6 +65,10 @@ absl::StatusOr<MirrorMemory> MirrorMemory::Make(const std::string& component, ui
   absl::StatusOr<HostMapping> mapping = MapMemfd(fd->get(), component, bytes);
   if (!mapping.ok()) return mapping.status();
   return MirrorMemory(component, *std::move(fd), *std::move(mapping));
+}
+
+absl::Status MirrorMemory::Prefer(int node) const {
+  return bytes() == 0 ? absl::OkStatus() : PreferNode(address(), bytes(), node);
 }
 
 // Kernels before 5.14 do not know MADV_POPULATE_WRITE.

@@ -40,6 +40,9 @@ class MirrorMemory {
   // about: RESOURCE_EXHAUSTED/HOST_MEMORY with the needed bytes where the system has no memory or addresses for it.
   static absl::StatusOr<MirrorMemory> Make(const std::string& component, uint64_t bytes);
 
+  // Has pages that are not there yet come from that node of the host while it has any: see PreferNode of numa.h.
+  absl::Status Prefer(int node) const;
+
   // Asks for the pages of a range before it is written to. Running out of memory is an error here, HOST_MEMORY, and a
   // signal in the middle of a copy otherwise. It is also one entry into the kernel in place of one for each page.
   absl::Status Populate(uint64_t offset, uint64_t bytes) const;

@@ -123,11 +123,12 @@ class Image {
 // All of a model's, and which one holds an address.
 class Images {
  public:
-  absl::Status Make(const Layout& layout) {
+  absl::Status Make(const Layout& layout, std::optional<int> node) {
     for (uint32_t i = 0; i < layout.components.size(); ++i) {
       absl::StatusOr<MirrorMemory> memory =
           MirrorMemory::Make(layout.components[i].name, layout.components[i].span_bytes);
       if (!memory.ok()) return memory.status();
+      if (node.has_value()) placed_.Update(memory->Prefer(*node));
       all_.push_back(std::make_unique<Image>(layout, i, *std::move(memory)));
       by_address_.push_back(all_.back().get());
       if (absl::Status ready = all_.back()->PopulateTail(); !ready.ok()) return ready;
@@ -154,10 +155,12 @@ class Images {
   }
 
   const std::vector<std::unique_ptr<Image>>& all() const { return all_; }
+  const absl::Status& placed() const { return placed_; }
 
  private:
   std::vector<std::unique_ptr<Image>> all_;
   std::vector<Image*> by_address_;
+  absl::Status placed_;
 };
 
 }  // namespace
@@ -165,7 +168,7 @@ class Images {
 absl::StatusOr<MirrorSet> ReadMirrors(const Layout& layout, const Manifest& manifest, const MirrorOptions& options) {
   if (absl::Status same = CheckSameModel(layout, manifest); !same.ok()) return same;
   Images images;
-  if (absl::Status made = images.Make(layout); !made.ok()) return made;
+  if (absl::Status made = images.Make(layout, options.node); !made.ok()) return made;
   std::optional<Pinner> pinner;  // after the images, so that it goes first
   if (options.pin_for != nullptr) {
     pinner.emplace(*options.pin_for, options.pin);
@@ -190,7 +193,7 @@ absl::StatusOr<MirrorSet> ReadMirrors(const Layout& layout, const Manifest& mani
       for (Pinner::Pinned& piece : *pieces) pinned[piece.owner].push_back(std::move(piece.registration));
     }
   }
-  MirrorSet set{.mirrors = {}, .report = *report};
+  MirrorSet set{.mirrors = {}, .report = *report, .placed = images.placed()};
   for (size_t i = 0; i < images.all().size(); ++i) {
     set.mirrors.push_back(std::move(*images.all()[i]).Finish(std::move(pinned[i])));
   }

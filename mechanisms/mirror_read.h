@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -30,6 +31,8 @@ struct MirrorOptions {
   // Whose driver page-locks; it outlives the mirrors. Null: nobody's.
   const Device* pin_for = nullptr;
   PinCallbacks pin;
+  // The node of the host's memory that they should lie on, as far as it has room; nothing: anywhere.
+  std::optional<int> node;
 };
 
 struct MirrorSet {
@@ -37,6 +40,7 @@ struct MirrorSet {
   // refused, none is.
   std::vector<Mirror> mirrors;
   RefillReport report;  // how they were read
+  absl::Status placed;  // whether the system took `node`; where it did not, they lie anywhere
 };
 
 // The layout was made of this manifest, so that the components and tensors of both correspond by their numbers.

@@ -2,6 +2,7 @@
 #include "mechanisms/device.h"
 
 #include <catch2/catch.hpp>
+#include <filesystem>
 #include <vector>
 
 #include "mechanisms/refusal.h"
@@ -61,6 +62,15 @@ TEST_CASE("The probe passes, and says which step fails where one does") {
                                                unsigned long long) -> CUresult { return CUDA_ERROR_NOT_SUPPORTED; };
     CHECK(ReasonOf(OpenTestDevice(crippled)->Probe()) == "NO_EXPORT");
   }
+}
+
+TEST_CASE("A device says where it sits on the PCI bus as the system spells it") {
+  const std::string id = OpenTestDevice()->info().pci_id;
+  INFO(id);
+  CHECK(id.size() == std::string("0000:00:00.0").size());
+  CHECK(id.find_first_not_of("0123456789abcdef:.") == std::string::npos);
+  // The simulated cards are no devices of this machine.
+  if (TestDriverName() == "cuda") CHECK(std::filesystem::exists("/sys/bus/pci/devices/" + id + "/vendor"));
 }
 
 TEST_CASE("The first sticky error is remembered with its call, also of a call that nobody waits for") {

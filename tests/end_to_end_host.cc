@@ -2,10 +2,13 @@
 //
 // The host's memory: what is page-locked and what is not, what a registration may take, what becomes of it when the
 // files change, and what is given back. Where page-locking fails or lasts is in end_to_end_pin.cc.
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <map>
+#include <set>
 #include <sstream>
 #include <string>
 
@@ -201,6 +204,45 @@ TEST_CASE("A model is in host memory once while it is registered and not at all 
   CHECK(DaemonBytes(rig, "VmRSS") >= kModelBytes);
   CHECK(rig.Do({"unload", "large"}).at("host_bytes") == kModelBytes);
   CHECK(DaemonBytes(rig, "VmRSS") <= before_bytes + 64 * kMiB);
+}
+
+TEST_CASE("On a host of several memory nodes a host copy lies near its GPU, and nothing is placed where there is one") {
+  DaemonRig rig;
+  WriteCheckpoint(rig.Path("a.safetensors"), {40 * kMiB}, 39);
+  rig.Do({"register", "a", rig.Path("a.safetensors")});
+  // What the kernel says: "ADDRESS POLICY file=/memfd:residency-... N0=PAGES ... kernelpagesize_kB=4".
+  std::map<std::string, uint64_t> bytes;
+  std::set<std::string> policies;
+  const std::string maps = ReadFile(absl::StrCat("/proc/", rig.daemon().pid(), "/numa_maps"));
+  for (const std::string& line : std::vector<std::string>(absl::StrSplit(maps, '\n'))) {
+    if (!absl::StrContains(line, "memfd:residency-")) continue;
+    const std::vector<std::string> words = absl::StrSplit(line, ' ');
+    policies.insert(words[1]);
+    uint64_t page_kib = 0;
+    REQUIRE(absl::SimpleAtoi(words.back().substr(words.back().find('=') + 1), &page_kib));
+    for (const std::string& word : words) {
+      uint64_t pages = 0;
+      const size_t equals = word.find('=');
+      if (word[0] != 'N' || !absl::SimpleAtoi(word.substr(std::min(equals, word.size() - 1) + 1), &pages)) continue;
+      bytes[word.substr(1, equals - 1)] += pages * page_kib * 1024;
+    }
+  }
+  const Json device = rig.Device();
+  const Json model = rig.Model("a");
+  const std::string nodes = ReadFile("/sys/devices/system/node/has_memory");
+  INFO(nodes << maps);
+  if (!device.contains("numa_node")) {
+    std::cout << "the driver's device is near no memory node of several here: nothing is to be placed\n" << std::flush;
+    CHECK((policies.empty() || policies == std::set<std::string>{"default"}));
+    if (nodes.find_first_of(",-") == std::string::npos) CHECK(model.at("host_nodes").empty());
+    return;
+  }
+  const std::string near = absl::StrCat(device.at("numa_node").get<int>());
+  CHECK(bytes[near] >= 40 * kMiB / 100 * 95);
+  for (const Json& part : model.at("host_nodes")) {
+    CHECK(part.at("bytes") == bytes[absl::StrCat(part.at("node").get<int>())]);
+  }
+  CHECK(model.at("host_nodes").size() == bytes.size());
 }
 
 TEST_CASE("Two names for the same file share one host copy, which lasts until the second is unloaded") {

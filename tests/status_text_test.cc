@@ -133,6 +133,23 @@ TEST_CASE("a note stands where claim and measurement differ, and only there") {
   CHECK(Has(note, "22548578304 measured"));
 }
 
+TEST_CASE("where a host copy lies is shown on a host of several memory nodes, with the node that its GPU is near") {
+  v1::Status status = Example();
+  CHECK_FALSE(Has(StatusText(status), " on node "));
+  v1::ModelStatus& model = *status.mutable_models(0);
+  v1::NodeBytes& near = *model.add_host_nodes();
+  near.set_node(1);
+  near.set_bytes(20 * kGiB);
+  v1::NodeBytes& spilled = *model.add_host_nodes();
+  spilled.set_node(3);
+  spilled.set_bytes(2 * kGiB);
+  CHECK(LineWith(StatusText(status), "on node") == "  host memory: 20.00 GiB on node 1, 2.00 GiB on node 3");
+  status.mutable_devices(0)->set_numa_node(1);
+  CHECK(Has(LineWith(StatusText(status), "on node"), "on node 3; its GPU is near node 1"));
+  model.set_host_not_placed("mbind: not permitted");
+  CHECK(LineWith(StatusText(status), "NOTE") == "  NOTE: not placed near the GPU: mbind: not permitted");
+}
+
 TEST_CASE("errors, activations and registrations under way are shown") {
   v1::Status status = Example();
   v1::ModelStatus& model = *status.mutable_models(0);

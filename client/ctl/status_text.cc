@@ -125,7 +125,24 @@ void AppendHistory(std::string& out, const v1::ModelStatus& model) {
   }
 }
 
-void AppendModel(std::string& out, const v1::ModelStatus& model) {
+// On a host whose memory is several nodes.
+void AppendHostNodes(std::string& out, const v1::Status& status, const v1::ModelStatus& model) {
+  if (model.host_nodes().empty()) return;
+  const std::string nodes = absl::StrJoin(model.host_nodes(), ", ", [](std::string* text, const v1::NodeBytes& part) {
+    absl::StrAppendFormat(text, "%s on node %d", FormatBytes(part.bytes()), part.node());
+  });
+  absl::StrAppend(&out, "  host memory: ", nodes);
+  for (const v1::DeviceStatus& device : status.devices()) {
+    if (device.uuid() != model.device_uuid() || !device.has_numa_node()) continue;
+    absl::StrAppendFormat(&out, "; its GPU is near node %d", device.numa_node());
+  }
+  absl::StrAppend(&out, "\n");
+  if (!model.host_not_placed().empty()) {
+    absl::StrAppend(&out, "  NOTE: not placed near the GPU: ", model.host_not_placed(), "\n");
+  }
+}
+
+void AppendModel(std::string& out, const v1::Status& status, const v1::ModelStatus& model) {
   absl::StrAppendFormat(&out, "\n%s  %s  %s  generation %d", model.name(),
                         Word(v1::ModelState_Name(model.state()), "MODEL_STATE_"),
                         Word(v1::ModelMode_Name(model.mode()), "MODEL_MODE_"), model.generation());
@@ -133,6 +150,7 @@ void AppendModel(std::string& out, const v1::ModelStatus& model) {
   absl::StrAppend(&out, "\n");
   if (!model.device_uuid().empty()) absl::StrAppend(&out, "  on ", model.device_uuid(), "\n");
   AppendClaim(out, model);
+  AppendHostNodes(out, status, model);
   AppendComponents(out, model);
   AppendLeases(out, model);
   AppendHistory(out, model);
@@ -154,7 +172,7 @@ std::string StatusText(const v1::Status& status) {
   AppendDaemon(out, status.daemon());
   AppendHost(out, status.host());
   for (const v1::DeviceStatus& device : status.devices()) AppendDevice(out, device);
-  for (const v1::ModelStatus& model : status.models()) AppendModel(out, model);
+  for (const v1::ModelStatus& model : status.models()) AppendModel(out, status, model);
   if (status.models().empty()) absl::StrAppend(&out, "\nno models\n");
   return out;
 }
