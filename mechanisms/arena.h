@@ -59,10 +59,10 @@ struct ArenaOptions {
   // Cells are mapped about this far ahead of their copies: enough that the copy engine never waits for the page tables,
   // while mapping everything first costs 3 to 5 % (155.5 against 164 ms for 8 GiB on an H200).
   uint64_t map_ahead_bytes = 64 * kMiB;
-  // Bytes that one launch digests. What the last launch takes comes on top of the copies (64 us for this many at
-  // 4 TB/s), and a launch waits up to 2.4 ms behind a client that keeps the GPU busy, while this many bytes take 4.6 ms
-  // to come.
-  uint64_t digest_batch_bytes = 256 * kMiB;
+  // Bytes that one launch digests. What the last launch takes comes on top of the copies (32 us for this many at
+  // 4 TB/s), and a launch waits up to 2.4 ms behind a client that keeps the GPU busy, while this many bytes take that
+  // long to come. On an idle H200 64 to 512 MiB are alike, 2 GiB cost 0.4 ms more (tests/bench/results).
+  uint64_t digest_batch_bytes = 128 * kMiB;
 };
 
 class Arena;

@@ -18,9 +18,11 @@ namespace residency {
 
 class CopyQueue {
  public:
-  // At 55 GB/s four pieces take 1.2 ms, against some 50 us until a thread that waits for the first of them runs again,
-  // so the link stays busy; at 50 MB/s they take 1.4 s. Streaming reaches the link's rate from pieces of 16 MiB up.
-  static constexpr uint64_t kPieceBytes = uint64_t{16} << 20;
+  // Four pieces are under way. At 50 MB/s the first ones take 1.4 s; a link on which a piece takes less than a
+  // millisecond gets larger ones, since each costs it some 5 us: 8 GiB in pieces of 16 MiB take 1.2 % longer than in
+  // pieces of 64 MiB (158.3 against 156.4 ms on an H200, tests/bench/results).
+  static constexpr uint64_t kFirstPieceBytes = uint64_t{16} << 20;
+  static constexpr uint64_t kMaxPieceBytes = uint64_t{64} << 20;
   static constexpr size_t kPiecesUnderWay = 4;
 
   // The arguments outlive the queue. The caller synchronizes `stream` when it has added all, and after an error.
@@ -32,14 +34,16 @@ class CopyQueue {
   absl::Status Add(CUdeviceptr destination, const std::byte* source, uint64_t bytes);
 
  private:
-  absl::Status AwaitTurn() const;
+  absl::Status AwaitTurn();
   absl::Status EndPiece();
 
   const Device& device_;
   const Stream& stream_;
   const std::stop_token stop_;
-  std::array<StreamEvent, kPiecesUnderWay> ends_;  // of the last pieces, in turn; made when first needed
+  // Of the last pieces, in turn, and of the one before them; made when first needed.
+  std::array<StreamEvent, kPiecesUnderWay + 1> ends_;
   size_t pieces_ = 0;
+  uint64_t piece_bytes_ = kFirstPieceBytes;
   uint64_t open_bytes_ = 0;  // enqueued after the last piece's end
 };
 

@@ -311,6 +311,41 @@ TEST_CASE("At most 64 MiB of copies are under way, and every byte of larger ones
   REQUIRE(device->Unmap(range.get(), 92 * kMiB).ok());
 }
 
+// Of the driver below: what is said of every piece, and the copies asked for.
+float piece_milliseconds = 0;
+std::vector<uint64_t> copied_pieces;
+
+TEST_CASE("A link that is through with a piece in no time gets larger ones, a slow one does not") {
+  Driver driver = TestDriver();
+  driver.cuMemcpyHtoDAsync = [](CUdeviceptr, const void*, size_t bytes, CUstream) {
+    copied_pieces.push_back(bytes);
+    return CUDA_SUCCESS;
+  };
+  driver.cuEventElapsedTime = [](float* milliseconds, CUevent, CUevent) {
+    *milliseconds = piece_milliseconds;
+    return CUDA_SUCCESS;
+  };
+  copied_pieces.clear();
+  const auto device = OpenTestDevice(driver);
+  const auto stream = *device->CreateStream();
+  CopyQueue copies(*device, stream, std::stop_token());
+  std::vector<uint64_t> expected;
+  SECTION("fast") {
+    piece_milliseconds = 0.3f;
+    // The first to be timed is the second one, when the sixth is about to take its place.
+    expected = {16, 16, 16, 16, 16, 32, 64, 64, 64};
+  }
+  SECTION("slow") {
+    piece_milliseconds = 1.1f;
+    expected = std::vector<uint64_t>(20, 16);
+  }
+  uint64_t all_bytes = 0;
+  for (uint64_t& bytes : expected) all_bytes += bytes *= kMiB;
+  const std::byte nowhere{};  // nothing is read or written
+  REQUIRE(copies.Add(0, &nowhere, all_bytes).ok());
+  CHECK(copied_pieces == expected);
+}
+
 TEST_CASE("A resident cell's descriptor is exported once and serves an importer; an absent one has none") {
   ArenaRig rig;
   CHECK(ReasonOf(rig.arena->Descriptor(0).status()) == "NOT_ACTIVE");
