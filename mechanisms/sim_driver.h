@@ -20,7 +20,8 @@
 // What it does not have: caches, more than one context per device and process, peers, graphs. A copy from
 // or to memory that is not registered returns when it is done. A host address that a copy cannot read
 // makes the context unusable instead of the process, and a handle that was released is INVALID_VALUE (the
-// real driver crashes).
+// real driver crashes). Registered pages of a file that was cut read as zeros (a card goes on reading what they held),
+// and registering a private mapping of a file for reading is INVALID_VALUE (the real driver never returns).
 //
 // A table is process-wide: the functions of CUDA carry no "this", so there is one simulated driver per
 // process, configured before its cuInit. It is not usable in a child of fork() that did not exec, as CUDA

@@ -3,9 +3,15 @@
 
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <iterator>
 
+#include "mechanisms/sim_host_mapping.h"
 #include "mechanisms/units.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 
 namespace residency {
 namespace {
@@ -13,6 +19,12 @@ namespace {
 constexpr uint64_t kPageBytes = 4096;
 
 uint64_t PageBegin(uint64_t address) { return address & ~(kPageBytes - 1); }
+
+// Brings a file's pages into memory, as locking them does; false where one of them is beyond the file's end. Kernels
+// before 5.14 don't know how, and then it is left.
+bool ReadPages(uint64_t begin, uint64_t bytes) {
+  return ::madvise(reinterpret_cast<void*>(begin), bytes, MADV_POPULATE_READ) == 0 || errno == EINVAL;
+}
 
 }  // namespace
 
@@ -24,6 +36,10 @@ CUresult SimHostRegistry::Register(const void* begin, uint64_t bytes, bool read_
   // Writes nothing back (the memory is the caller's business) but says whether all of the range is mapped.
   if (::msync(reinterpret_cast<void*>(first_page), end_page - first_page, MS_ASYNC) != 0)
     return CUDA_ERROR_INVALID_VALUE;
+  const SimHostMemory memory = SimHostMemoryAt(first_page, end_page);
+  if (memory == (read_only ? SimHostMemory::kPrivateFile : SimHostMemory::kSharedFile)) return CUDA_ERROR_INVALID_VALUE;
+  const bool file = memory == SimHostMemory::kSharedFile || memory == SimHostMemory::kTmpfs;
+  if (file && !ReadPages(first_page, end_page - first_page)) return CUDA_ERROR_INVALID_VALUE;
 
   std::lock_guard lock(mutex_);
   // Pages are what is locked, so two registrations may not share one.
@@ -40,7 +56,7 @@ CUresult SimHostRegistry::Register(const void* begin, uint64_t bytes, bool read_
   if (pin_limit_bytes_ && (bytes > *pin_limit_bytes_ || registered_bytes_ > *pin_limit_bytes_ - bytes)) {
     return CUDA_ERROR_OUT_OF_MEMORY;
   }
-  registrations_[address] = {bytes, read_only, card_index};
+  registrations_[address] = {bytes, read_only, file, card_index};
   registered_bytes_ += bytes;
   return CUDA_SUCCESS;
 }
@@ -74,7 +90,8 @@ SimHostRegistry::Range SimHostRegistry::Classify(const void* begin, uint64_t byt
     const auto& [first, registration] = *std::prev(entry);
     if (address - first < registration.bytes) {
       const bool inside = bytes <= registration.bytes - (address - first);
-      return inside && !(for_writing && registration.read_only) ? Range::kRegistered : Range::kMixed;
+      if (!inside || (for_writing && registration.read_only)) return Range::kMixed;
+      return registration.file ? Range::kRegisteredFile : Range::kRegistered;
     }
   }
   return entry != registrations_.end() && entry->first - address < bytes ? Range::kMixed : Range::kPageable;

@@ -27,7 +27,7 @@ CUresult StreamCall(std::string_view name, CUstream handle, Body body) {
 CUresult DoCopy(SimContext& context, SimStream& stream, SimHostRegistry::Range host_range, SimStream::Work copy) {
   if (host_range == SimHostRegistry::Range::kMixed) return CUDA_ERROR_INVALID_VALUE;
   context.Do(stream, std::move(copy));
-  if (host_range == SimHostRegistry::Range::kRegistered) return CUDA_SUCCESS;
+  if (host_range != SimHostRegistry::Range::kPageable) return CUDA_SUCCESS;
   context.Mark(stream)->Wait();
   return context.health().error();
 }
@@ -39,10 +39,11 @@ CUresult MemcpyHtoDAsync(CUdeviceptr device, const void* host, size_t bytes, CUs
     if (host == nullptr || !process.space.Covers(device, bytes, card, SimAddressSpace::kReadWrite)) {
       return CUDA_ERROR_INVALID_VALUE;
     }
-    return DoCopy(context, stream, process.hosts.Classify(host, bytes, false),
-                  [&process, &context, card, device, host, bytes] {
-                    return SimCopyToDevice(process.space, card, context.to_device(), device, host, bytes);
-                  });
+    const SimHostRegistry::Range range = process.hosts.Classify(host, bytes, false);
+    const bool locked_file = range == SimHostRegistry::Range::kRegisteredFile;
+    return DoCopy(context, stream, range, [&process, &context, card, device, host, bytes, locked_file] {
+      return SimCopyToDevice(process.space, card, context.to_device(), device, host, bytes, locked_file);
+    });
   });
 }
 

@@ -13,6 +13,7 @@ namespace {
 
 // Small enough that an unmap under a copy is noticed soon, large enough that the look-up costs nothing.
 constexpr uint64_t kChunkBytes = uint64_t{1} << 20;
+constexpr uint64_t kPageBytes = 4096;
 
 CUresult ResultOfErrno(int error) { return error == EFAULT ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_ERROR_UNKNOWN; }
 
@@ -58,10 +59,15 @@ void SimLink::Carry(uint64_t bytes) {
 }
 
 CUresult SimCopyToDevice(SimAddressSpace& space, int card_index, SimLink& link, CUdeviceptr device, const void* host,
-                         uint64_t bytes) {
+                         uint64_t bytes, bool locked_file) {
+  static constexpr char kZeros[kPageBytes] = {};
   return ForEachChunk(space, card_index, &link, device, bytes, SimAddressSpace::kReadWrite,
                       [&](int fd, off_t offset, uint64_t done, uint64_t piece_bytes) {
-                        return ::pwrite(fd, static_cast<const char*>(host) + done, piece_bytes, offset);
+                        const char* from = static_cast<const char*>(host) + done;
+                        const ssize_t moved = ::pwrite(fd, from, piece_bytes, offset);
+                        if (moved >= 0 || errno != EFAULT || !locked_file) return moved;
+                        const uint64_t in_page = kPageBytes - reinterpret_cast<uintptr_t>(from) % kPageBytes;
+                        return ::pwrite(fd, kZeros, std::min(piece_bytes, in_page), offset);
                       });
 }
 

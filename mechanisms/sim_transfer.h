@@ -36,8 +36,10 @@ class SimLink {
 // Each looks up the addresses anew for every chunk. ILLEGAL_ADDRESS when a part is not mapped (any more)
 // with the needed right or the host memory does not answer; UNKNOWN when the file system has no room for
 // a page that was promised.
+// `locked_file`: the host memory is locked pages of a file, which a card goes on reading when the file was cut. Nothing
+// keeps such pages here, so they read as zeros.
 CUresult SimCopyToDevice(SimAddressSpace& space, int card_index, SimLink& link, CUdeviceptr device, const void* host,
-                         uint64_t bytes);
+                         uint64_t bytes, bool locked_file);
 CUresult SimCopyToHost(SimAddressSpace& space, int card_index, SimLink& link, void* host, CUdeviceptr device,
                        uint64_t bytes);
 CUresult SimFill(SimAddressSpace& space, int card_index, CUdeviceptr device, unsigned char value, uint64_t bytes);

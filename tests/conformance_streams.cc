@@ -1,10 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Conformance of streams, events, copies of registered memory, and kernels.
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "mechanisms/digest.h"
 #include "tests/conformance_rig.h"
@@ -189,6 +196,42 @@ TEST_CASE("a copy whose host range crosses two registrations is refused") {
   CHECK_CU(Cu().cuStreamSynchronize(nullptr), CUDA_SUCCESS);
   REQUIRE_CU(Cu().cuMemHostUnregister(memory.bytes()));
   REQUIRE_CU(Cu().cuMemHostUnregister(memory.bytes() + kCell / 2));
+}
+
+TEST_CASE("pages of a file are registered for reading, where they lie on a disk for nothing else, and copied from") {
+  const char* folder = std::getenv("TEST_TMPDIR");
+  std::string path = std::string(folder == nullptr ? "/tmp" : folder) + "/conformance-XXXXXX";
+  const UniqueFd file(::mkstemp(path.data()));
+  REQUIRE(file.valid());
+  REQUIRE(::unlink(path.c_str()) == 0);
+  const std::vector<uint64_t> words = Pattern(kWords, 14);
+  REQUIRE(::pwrite(file.get(), words.data(), kCell, 0) == static_cast<ssize_t>(kCell));
+  void* const memory = ::mmap(nullptr, kCell, PROT_READ, MAP_SHARED, file.get(), 0);
+  REQUIRE(memory != MAP_FAILED);
+  struct statfs system;
+  REQUIRE(::fstatfs(file.get(), &system) == 0);
+  if (system.f_type != TMPFS_MAGIC) CHECK_CU(Cu().cuMemHostRegister(memory, kCell, 0), CUDA_ERROR_INVALID_VALUE);
+  Mapped cell;
+  // In two pieces, as what is larger than one piece is.
+  constexpr unsigned int kFlags = CU_MEMHOSTREGISTER_READ_ONLY | CU_MEMHOSTREGISTER_PORTABLE;
+  char* const begin = static_cast<char*>(memory);
+  for (const uint64_t offset : {uint64_t{0}, kCell / 2}) {
+    REQUIRE_CU(Cu().cuMemHostRegister(begin + offset, kCell / 2, kFlags));
+    // Also from and to where no word begins.
+    REQUIRE_CU(Cu().cuMemcpyHtoDAsync(cell.address + offset, begin + offset, 4097, nullptr));
+    REQUIRE_CU(Cu().cuMemcpyHtoDAsync(cell.address + offset + 4097, begin + offset + 4097, kCell / 2 - 4097, nullptr));
+  }
+  REQUIRE_CU(Cu().cuStreamSynchronize(nullptr));
+  CHECK(GetWords(cell.address, kWords) == words);
+  // The pages stay the card's when the file is cut: a copy of them ends, and ends nothing else.
+  REQUIRE(::ftruncate(file.get(), 0) == 0);
+  CHECK_CU(Cu().cuMemcpyHtoDAsync(cell.address, begin, kCell / 2, nullptr), CUDA_SUCCESS);
+  CHECK_CU(Cu().cuStreamSynchronize(nullptr), CUDA_SUCCESS);
+  REQUIRE_CU(Cu().cuMemHostUnregister(begin));
+  REQUIRE_CU(Cu().cuMemHostUnregister(begin + kCell / 2));
+  // Pages that are not there are nothing to register.
+  CHECK(Cu().cuMemHostRegister(begin, kCell / 2, kFlags) != CUDA_SUCCESS);
+  REQUIRE(::munmap(memory, kCell) == 0);
 }
 
 TEST_CASE("memory that is registered for reading is copied from") {
