@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "mechanisms/copy_queue.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -123,6 +122,7 @@ absl::Status Arena::Remove(const std::vector<uint32_t>& cells, RealizeReport& re
 absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
                         const RealizeOptions& options, RealizeReport& report) {
   if (cells.empty()) return absl::OkStatus();
+  if (auto status = CheckSources(cells, sources); !status.ok()) return status;
   if (auto status = Stock(cells, options.givers); !status.ok()) return status;
   busy_ = true;
   absl::Status status = options.verify ? digester_.Begin(ItemsOf(cells)) : absl::OkStatus();
@@ -136,12 +136,15 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
   // Whether or not it went well: no copy may be in flight when the caller changes the mapping or gives up.
   if (auto settled = Settle(); status.ok()) status = settled;
   if (!status.ok()) return status;
-  if (!options.verify) return absl::OkStatus();
-  const std::vector<uint32_t> wrong = WrongOf(cells, digests, sources);
-  if (auto refilled = Refill(wrong, sources); !refilled.ok()) return refilled;
-  report.verified_cells += cells.size();
-  report.refilled_cells += wrong.size();
-  return absl::OkStatus();
+  if (options.verify) {
+    const uint64_t trusted_cells = CountUndigested(cells, sources);
+    const std::vector<uint32_t> wrong = WrongOf(cells, digests, sources);
+    if (auto refilled = Refill(wrong, sources); !refilled.ok()) return refilled;
+    report.verified_cells += cells.size() - trusted_cells;
+    report.trusted_cells += trusted_cells;
+    report.refilled_cells += wrong.size();
+  }
+  return CheckSources(cells, sources);
 }
 
 // Sees to it that the pool and the givers have a cell for each of `cells`.
@@ -185,12 +188,11 @@ absl::Status Arena::Enqueue(const std::vector<uint32_t>& cells, std::span<const 
       ++next_to_map;
     }
     const uint32_t cell = cells[next_to_copy];
-    const LayoutCell& place = layout_.cells[cell];
-    const std::byte* data = sources[place.component]->CellData(cell);
-    if (auto status = copies.Add(AddressOf(cell), data, place.bytes); !status.ok()) return status;
-    ahead_bytes -= place.bytes;
-    report.copied_bytes += place.bytes;
-    undigested_bytes += place.bytes;
+    const auto copied_bytes = CopyCell(cell, sources, Readers::kNone, copies);
+    if (!copied_bytes.ok()) return copied_bytes.status();
+    ahead_bytes -= layout_.cells[cell].bytes;
+    report.copied_bytes += *copied_bytes;
+    undigested_bytes += layout_.cells[cell].bytes;
     const size_t copied = next_to_copy + 1;
     if (options.verify && (undigested_bytes >= options_.digest_batch_bytes || copied == cells.size())) {
       if (auto status = digester_.Launch(undigested, copied - undigested, stream_); !status.ok()) return status;
@@ -253,10 +255,50 @@ absl::Status Arena::OpenCell(uint32_t cell) {
   return device_.SetAccess(AddressOf(cell), layout_.cells[cell].bytes, Access::kReadWrite);
 }
 
-absl::Status Arena::Fill(uint32_t cell, std::span<const Source* const> sources) {
-  const LayoutCell& place = layout_.cells[cell];
+// Enqueues all that makes the cell's bytes; how many of them come from the host. Setting bytes is a launch, which waits
+// where a client keeps the card busy, as copies do not: where nobody reads the cell, one call sets all zeros, and what
+// lies between them, which the copies then overwrite.
+absl::StatusOr<uint64_t> Arena::CopyCell(uint32_t cell, std::span<const Source* const> sources, Readers readers,
+                                         CopyQueue& copies) {
   busy_ = true;
-  return device_.CopyToDevice(AddressOf(cell), sources[place.component]->CellData(cell), place.bytes, stream_);
+  const Source& source = *sources[layout_.cells[cell].component];
+  uint64_t zeros_begin = layout_.cells[cell].bytes;
+  uint64_t zeros_end = 0;
+  absl::Status status = source.ForEachPart(cell, [&](const CellPart& part) -> absl::Status {
+    if (part.data != nullptr) return absl::OkStatus();
+    if (readers == Readers::kPerhaps) return device_.Zero(AddressOf(cell) + part.offset, part.bytes, stream_);
+    zeros_begin = std::min(zeros_begin, part.offset);
+    zeros_end = part.offset + part.bytes;
+    return absl::OkStatus();
+  });
+  if (status.ok() && zeros_begin < zeros_end) {
+    status = device_.Zero(AddressOf(cell) + zeros_begin, zeros_end - zeros_begin, stream_);
+  }
+  if (!status.ok()) return status;
+  uint64_t copied_bytes = 0;
+  status = source.ForEachPart(cell, [&](const CellPart& part) -> absl::Status {
+    if (part.data == nullptr) return absl::OkStatus();
+    copied_bytes += part.bytes;
+    return copies.Add(AddressOf(cell) + part.offset, part.data, part.bytes);
+  });
+  if (!status.ok()) return status;
+  return copied_bytes;
+}
+
+// Whether what `cells` come from is what it was.
+absl::Status Arena::CheckSources(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const {
+  std::set<uint32_t> components;
+  for (uint32_t cell : cells) components.insert(layout_.cells[cell].component);
+  for (uint32_t component : components) {
+    if (auto status = sources[component]->CheckUnchanged(); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+uint64_t Arena::CountUndigested(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const {
+  return static_cast<uint64_t>(std::count_if(cells.begin(), cells.end(), [&](uint32_t cell) {
+    return !sources[layout_.cells[cell].component]->HasDigest(cell);
+  }));
 }
 
 absl::StatusOr<std::vector<uint32_t>> Arena::FindWrong(const std::vector<uint32_t>& cells,
@@ -287,7 +329,7 @@ std::vector<uint32_t> Arena::WrongOf(const std::vector<uint32_t>& cells, const s
   std::vector<uint32_t> wrong;
   for (size_t i = 0; i < cells.size(); ++i) {
     const uint32_t component = layout_.cells[cells[i]].component;
-    if (digests[i] != sources[component]->CellDigest(cells[i])) wrong.push_back(cells[i]);
+    if (!sources[component]->Accept(cells[i], digests[i])) wrong.push_back(cells[i]);
   }
   return wrong;
 }
@@ -295,14 +337,17 @@ std::vector<uint32_t> Arena::WrongOf(const std::vector<uint32_t>& cells, const s
 absl::Status Arena::Refill(const std::vector<uint32_t>& wrong, std::span<const Source* const> sources) {
   if (wrong.empty()) return absl::OkStatus();
   absl::Status status;
+  CopyQueue copies(device_, stream_, std::stop_token());
   for (uint32_t cell : wrong) {
-    if (status = Fill(cell, sources); !status.ok()) break;
+    if (status = CopyCell(cell, sources, Readers::kPerhaps, copies).status(); !status.ok()) break;
   }
   if (auto finished = Settle(); status.ok()) status = finished;
   if (!status.ok()) return status;
   auto still_wrong = FindWrong(wrong, sources);
   if (!still_wrong.ok()) return still_wrong.status();
   if (still_wrong->empty()) return absl::OkStatus();
+  // That the source is another one by now says more.
+  if (auto changed = CheckSources(*still_wrong, sources); !changed.ok()) return changed;
   const LayoutCell& place = layout_.cells[still_wrong->front()];
   return Refuse(
       absl::StatusCode::kDataLoss, "VERIFY",

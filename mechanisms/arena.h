@@ -28,6 +28,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "mechanisms/cell_pool.h"
+#include "mechanisms/copy_queue.h"
 #include "mechanisms/device.h"
 #include "mechanisms/digester.h"
 #include "mechanisms/layout.h"
@@ -50,6 +51,7 @@ struct Footprint {
 struct RealizeReport {
   uint64_t copied_bytes = 0;  // host to device
   uint64_t verified_cells = 0;
+  uint64_t trusted_cells = 0;  // not verified: their source had no digest yet, and has the device's now
   uint64_t refilled_cells = 0;
   uint64_t unmapped_bytes = 0;  // went to the pool
   uint64_t device_bytes = 0;    // what the driver shows under the span now
@@ -97,7 +99,8 @@ class Arena {
   // Makes the device hold what `plan` says; `sources` has one entry for each component. Windowed cells have
   // no memory here: windows belong to leases.
   // RESOURCE_EXHAUSTED/GPU_MEMORY: the device had no room after all; DATA_LOSS/VERIFY: a cell did not match
-  // its source's digest, nor after a refill; FAILED_PRECONDITION/BROKEN; UNAVAILABLE/DEVICE_LOST; CANCELLED/CANCELLED.
+  // its source's digest, nor after a refill; FAILED_PRECONDITION/BROKEN; UNAVAILABLE/DEVICE_LOST; CANCELLED/CANCELLED;
+  // what Source::CheckUnchanged answers, before cells come or after.
   absl::StatusOr<RealizeReport> Realize(const Plan& plan, std::span<const Source* const> sources,
                                         const RealizeOptions& options = {});
 
@@ -109,7 +112,8 @@ class Arena {
   void Break() { broken_ = true; }
 
   // Digests every resident cell on the device and compares it with its source; a wrong one is refilled.
-  // DATA_LOSS/VERIFY: a refill did not help; the arena is broken after that. Any other error that comes when a cell
+  // DATA_LOSS/VERIFY: a refill did not help; the arena is broken after that, also where what Source::CheckUnchanged
+  // answers explains why it did not. Any other error that comes when a cell
   // has been found wrong already is answered by verifying and refilling once more, and where that fails too the arena
   // is broken; the first error is reported either way.
   absl::StatusOr<VerifyReport> Verify(std::span<const Source* const> sources);
@@ -140,6 +144,9 @@ class Arena {
         span_(std::move(span)),
         stream_(std::move(stream)) {}
 
+  // Whether somebody may be reading a cell while it is filled.
+  enum class Readers { kNone, kPerhaps };
+
   CUdeviceptr AddressOf(uint32_t cell) const { return span_.get() + layout_.cells[cell].device_offset; }
   absl::Status Apply(const Plan& plan, std::span<const Source* const> sources, const RealizeOptions& options,
                      RealizeReport& report);
@@ -156,7 +163,10 @@ class Arena {
   absl::StatusOr<Cell> TakeCell(uint64_t bytes, std::span<Arena* const> givers);
   absl::Status MapCell(uint32_t cell, std::span<Arena* const> givers);
   absl::Status OpenCell(uint32_t cell);
-  absl::Status Fill(uint32_t cell, std::span<const Source* const> sources);
+  absl::StatusOr<uint64_t> CopyCell(uint32_t cell, std::span<const Source* const> sources, Readers readers,
+                                    CopyQueue& copies);
+  absl::Status CheckSources(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const;
+  uint64_t CountUndigested(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const;
   absl::Status Refill(const std::vector<uint32_t>& wrong, std::span<const Source* const> sources);
   std::vector<DigestItem> ItemsOf(const std::vector<uint32_t>& cells) const;
   std::vector<uint32_t> WrongOf(const std::vector<uint32_t>& cells, const std::vector<uint64_t>& digests,

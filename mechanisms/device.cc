@@ -150,6 +150,10 @@ absl::StatusOr<DeviceInfo> ReadInfo(const Driver& driver, CUdevice device, int o
   const CUresult result =
       driver.cuMemGetAllocationGranularity(&granule_bytes, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
   info.granule_bytes = result == CUDA_SUCCESS ? granule_bytes : 2 << 20;
+  int read_only_pin = 0;
+  const CUresult answered =
+      driver.cuDeviceGetAttribute(&read_only_pin, CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED, device);
+  info.read_only_pin = answered == CUDA_SUCCESS && read_only_pin != 0;
   return info;
 }
 
@@ -331,9 +335,11 @@ absl::StatusOr<CUmemGenericAllocationHandle> Device::HandleAt(CUdeviceptr addres
   return handle;
 }
 
-absl::StatusOr<HostRegistration> Device::RegisterHost(void* address, uint64_t bytes) const {
+absl::StatusOr<HostRegistration> Device::RegisterHost(const void* address, uint64_t bytes, Access access) const {
   if (auto status = MakeCurrent(); !status.ok()) return status;
-  const CUresult result = driver_.cuMemHostRegister(address, bytes, CU_MEMHOSTREGISTER_PORTABLE);
+  const unsigned int read_only = access == Access::kReadOnly ? CU_MEMHOSTREGISTER_READ_ONLY : 0;
+  void* const begin = const_cast<void*>(address);
+  const CUresult result = driver_.cuMemHostRegister(begin, bytes, CU_MEMHOSTREGISTER_PORTABLE | read_only);
   // It is host memory that ran out here, or a limit of the system on locking it, which containers have and which the
   // driver tells in several ways; nobody should read "GPU" in this.
   if (result == CUDA_ERROR_OUT_OF_MEMORY || result == CUDA_ERROR_NOT_PERMITTED ||
@@ -343,7 +349,7 @@ absl::StatusOr<HostRegistration> Device::RegisterHost(void* address, uint64_t by
   }
   if (auto status = Check(result, "cuMemHostRegister"); !status.ok()) return status;
   registered_host_bytes_ += bytes;
-  return HostRegistration(*this, address, bytes);
+  return HostRegistration(*this, begin, bytes);
 }
 
 absl::StatusOr<DeviceBuffer> Device::Allocate(uint64_t bytes) const {

@@ -96,6 +96,7 @@ struct DeviceInfo {
   uint64_t total_bytes = 0;    // cuDeviceTotalMem
   uint64_t granule_bytes = 0;  // of cuMemCreate
   int driver_version = 0;      // as cuDriverGetVersion: 1000 * major + 10 * minor
+  bool read_only_pin = false;  // it page-locks memory that may only be read
 };
 
 struct MemoryInfo {
@@ -156,8 +157,10 @@ class Device {
   // Whether memory is mapped at `address`; false also where the driver would not say.
   bool IsBacked(CUdeviceptr address) const { return HandleAt(address).value_or(0) != 0; }
 
-  // Page-locks. RESOURCE_EXHAUSTED/PIN_LIMIT where the system refuses to lock more, or at all.
-  absl::StatusOr<HostRegistration> RegisterHost(void* address, uint64_t bytes) const;
+  // Page-locks. RESOURCE_EXHAUSTED/PIN_LIMIT where the system refuses to lock more, or at all. kReadOnly is for memory
+  // that this process may not write to; pages of a file on a disk are locked no other way.
+  absl::StatusOr<HostRegistration> RegisterHost(const void* address, uint64_t bytes,
+                                                Access access = Access::kReadWrite) const;
   absl::StatusOr<DeviceBuffer> Allocate(uint64_t bytes) const;
   absl::StatusOr<Stream> CreateStream() const;      // non-blocking towards the default stream
   absl::StatusOr<StreamEvent> CreateEvent() const;  // with timing

@@ -30,6 +30,8 @@ const Mirror::Extent& Mirror::ExtentOf(uint32_t cell) const {
 
 const std::byte* Mirror::CellData(uint32_t cell) const { return memory_.address() + ExtentOf(cell).offset; }
 
+uint64_t Mirror::CellBytes(uint32_t cell) const { return ExtentOf(cell).bytes; }
+
 uint64_t Mirror::CellDigest(uint32_t cell) const { return ExtentOf(cell).digest; }
 
 }  // namespace residency

@@ -25,7 +25,7 @@
 
 namespace residency {
 
-class Mirror final : public Source {
+class Mirror final : public ImageSource {
  public:
   // One cell within the image.
   struct Extent {
@@ -46,6 +46,7 @@ class Mirror final : public Source {
   uint64_t pinned_bytes() const;
 
   const std::byte* CellData(uint32_t cell) const override;
+  uint64_t CellBytes(uint32_t cell) const override;
   uint64_t CellDigest(uint32_t cell) const override;
 
   // The image and its memfd (borrowed), for handing to clients. Reads need no system call and never fail.

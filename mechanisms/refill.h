@@ -6,7 +6,7 @@
 // page-aligned blocks into staging buffers, copy the wanted bytes from there, and tell the caller while the copy is
 // still in the processor's cache.
 //
-// A model file is never mapped: a mapped file that somebody truncates kills its reader by SIGBUS.
+// A model file is never mapped to be read: a mapped file that somebody truncates kills its reader by SIGBUS.
 //
 // Blocking; called on a worker, never on a loop. Any thread; calls share nothing.
 #ifndef RESIDENCY_MECHANISMS_REFILL_H_

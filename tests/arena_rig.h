@@ -17,7 +17,7 @@
 namespace residency {
 
 // Host memory that holds a component's bytes.
-class TestSource final : public Source {
+class TestSource final : public ImageSource {
  public:
   TestSource(const Layout& layout, uint32_t component, uint64_t seed)
       : first_offset_(layout.components[component].device_offset),
@@ -26,6 +26,7 @@ class TestSource final : public Source {
   const std::byte* CellData(uint32_t cell) const override {
     return reinterpret_cast<const std::byte*>(words_.data()) + layout_.cells[cell].device_offset - first_offset_;
   }
+  uint64_t CellBytes(uint32_t cell) const override { return layout_.cells[cell].bytes; }
   uint64_t CellDigest(uint32_t cell) const override {
     return DigestWordsPortable(reinterpret_cast<const uint64_t*>(CellData(cell)), layout_.cells[cell].bytes / 8, 0) ^
            wrong;
@@ -88,7 +89,8 @@ struct ArenaRig {
       if (!device->CopyToHost(read.data(), arena->address() + place.device_offset, place.bytes, stream).ok())
         return false;
       if (!device->Synchronize(stream).ok()) return false;
-      if (std::memcmp(read.data(), sources()[place.component]->CellData(cell), place.bytes) != 0) return false;
+      const TestSource& source = place.component == 0 ? big : small;
+      if (std::memcmp(read.data(), source.CellData(cell), place.bytes) != 0) return false;
     }
     return true;
   }

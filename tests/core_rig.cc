@@ -23,10 +23,11 @@ T Must(absl::StatusOr<T> value) {
 
 }  // namespace
 
-class RigCheckpoint::ComponentSource final : public Source {
+class RigCheckpoint::ComponentSource final : public ImageSource {
  public:
   explicit ComponentSource(const RigCheckpoint& checkpoint) : checkpoint_(checkpoint) {}
   const std::byte* CellData(uint32_t cell) const override { return checkpoint_.CellData(cell); }
+  uint64_t CellBytes(uint32_t cell) const override { return checkpoint_.layout_.cells[cell].bytes; }
   uint64_t CellDigest(uint32_t cell) const override { return checkpoint_.digests_[cell]; }
 
  private:
