@@ -31,9 +31,13 @@ absl::Status CheckSame(const ModelRecord& model, const RegisterRequested& event)
   if (model.identity != event.identity) {
     return taken("belongs to another checkpoint, or to these files before they changed");
   }
-  if (model.mode == event.mode) return absl::OkStatus();
-  return taken(absl::StrCat("is registered as ", std::string(ModelModeName(model.mode)), ", not as ",
-                            std::string(ModelModeName(event.mode))));
+  if (model.mode != event.mode) {
+    return taken(absl::StrCat("is registered as ", std::string(ModelModeName(model.mode)), ", not as ",
+                              std::string(ModelModeName(event.mode))));
+  }
+  if (model.tier == event.tier) return absl::OkStatus();
+  return taken(absl::StrCat("is registered with the host tier ", std::string(HostTierName(model.tier)), ", not ",
+                            std::string(HostTierName(event.tier))));
 }
 
 Arbiter::Arbiter(const ArbiterOptions& options) : options_(options) {
@@ -87,6 +91,9 @@ ModelRecord* Arbiter::ModelFor(RequestId request, std::string_view name) {
 // ---- Registration. ----
 
 void Arbiter::On(const RegisterRequested& event) {
+  if (absl::Status tier = CheckTier(event); !tier.ok()) {
+    return context_.effects.push_back(Reply{event.request, std::move(tier), {}});
+  }
   if (ModelRecord* model = records_.FindModel(event.name)) {
     if (absl::Status taken = CheckSame(*model, event); !taken.ok()) {
       context_.effects.push_back(Reply{event.request, std::move(taken), {}});
@@ -117,12 +124,13 @@ void Arbiter::On(const RegisterRequested& event) {
   model.budget = event.budget;
   model.layout = event.layout;
   model.mode = event.mode;
+  model.tier = event.tier;
   model.last_used = context_.now;
   model.registrations = {event.request};
   model.host_copy = plan.copy ? plan.copy : HostCopyId{next_host_copy_++};
   model.pin_wish = plan.wish;
   model.pin = std::move(plan.pin);
-  context_.effects.push_back(BuildMirrors{id, event.request, model.host_copy, model.pin_wish});
+  context_.effects.push_back(BuildMirrors{id, event.request, model.host_copy, model.pin_wish, model.tier});
 }
 
 HostPlan Arbiter::PlanHost(const RegisterRequested& event) const {
@@ -153,7 +161,8 @@ void Arbiter::On(const MirrorsBuilt& event) {
   }
   // The reading was given up, and then somebody wanted it after all.
   if (event.status.code() == absl::StatusCode::kCancelled && !model.registrations.empty() && !model.unload) {
-    context_.effects.push_back(BuildMirrors{model.id, model.registrations.front(), model.host_copy, model.pin_wish});
+    context_.effects.push_back(
+        BuildMirrors{model.id, model.registrations.front(), model.host_copy, model.pin_wish, model.tier});
     return;
   }
   const bool wanted = !model.registrations.empty() || model.unload;

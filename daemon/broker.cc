@@ -360,9 +360,7 @@ void Broker::Do(const SetTimer& effect) {
 }
 
 std::vector<const Source*> Broker::SourcesOf(ModelId model) const {
-  std::vector<const Source*> sources;
-  for (const Mirror& mirror : copies_.at(models_.at(model)->copy)->built.mirrors) sources.push_back(&mirror);
-  return sources;
+  return copies_.at(models_.at(model)->copy)->built.sources();
 }
 
 }  // namespace residency

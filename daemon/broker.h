@@ -36,6 +36,7 @@ struct BrokerOptions {
   uint64_t device_reserve_bytes = 0;            // of each device
   std::optional<uint64_t> host_budget_bytes;    // of all host copies
   PinPolicy pin = PinPolicy::kAuto;             // of registrations that do not say
+  HostTier tier = HostTier::kMirror;            // of registrations that do not say
   absl::Duration pool_idle = absl::Seconds(10);
   absl::StatusOr<Nvml> nvml = absl::UnavailableError("NVML is not used");  // what tells processes apart, or why not
   std::string record_path;  // of a recording of all decisions; empty: none
@@ -49,6 +50,7 @@ struct RegisterOptions {
   Budget budget;
   ModelMode mode = ModelMode::kHeld;
   std::optional<PinPolicy> pin;  // unset: the daemon's
+  std::optional<HostTier> tier;  // unset: the daemon's
 };
 
 class Broker {
@@ -89,6 +91,7 @@ class Broker {
     std::string device_uuid;
     uint64_t layout_digest;
     ModelMode mode;
+    HostTier tier;
   };
   absl::StatusOr<ModelView> Find(const std::string& name) const;
   // The same by the core's number; the model exists.
@@ -114,7 +117,7 @@ class Broker {
     uint64_t loaded_pinned_bytes = 0;  // page-locked so far
   };
 
-  // The mirrors that one model has, or several of the same files. It goes with the last of them.
+  // The mirrors that one model has, or several of the same files, or their mappings. It goes with the last of them.
   struct HostCopy {
     BuiltMirrors built;
     bool complete = false;
@@ -154,7 +157,7 @@ class Broker {
   void Do(const EndLease& effect);
   void Do(const SetTimer& effect);
 
-  void ReadCopy(HostCopyId id, PinWish pin);
+  void ReadCopy(HostCopyId id, PinWish pin, HostTier tier);
   void OnProgress(HostCopyId id, const BuildProgress& progress);
   void OnMirrors(HostCopyId id, BuiltMirrors built);
   void OnCopyComplete(ModelId id);

@@ -49,7 +49,8 @@ RegisterRequested Broker::RegisterEvent(RequestId request, const RegisterOptions
           .layout = WithoutTensors(checkpoint.layout),
           .mode = options.mode,
           .pin = options.pin.value_or(options_.pin),
-          .host = MeasureHost()};
+          .host = MeasureHost(),
+          .tier = options.tier.value_or(options_.tier)};
 }
 
 // Asked for each registration, since others use the host too. What readings under way will still take is not missing
@@ -77,6 +78,9 @@ void Broker::DryRun(RegisterOptions options, std::function<void(absl::StatusOr<v
                          if (!checkpoint.ok()) return done(checkpoint.status());
                          if (!ending_.ok()) return done(ending_);
                          const RegisterRequested event = RegisterEvent(RequestId{}, options, *checkpoint, gpu->id());
+                         absl::Status tier = CheckTier(event);
+                         if (tier.ok() && event.tier == HostTier::kFile) tier = CheckReadOnlyPin(gpu->device());
+                         if (!tier.ok()) return done(tier);
                          if (const ModelRecord* named = arbiter_.records().FindModel(event.name)) {
                            if (auto taken = CheckSame(*named, event); !taken.ok()) return done(taken);
                          }
@@ -134,13 +138,13 @@ void Broker::Do(const BuildMirrors& effect) {
     copy->second->reader = effect.model;
     model.loaded_bytes = 0;
     model.loaded_pinned_bytes = 0;
-    ReadCopy(effect.copy, effect.pin);
+    ReadCopy(effect.copy, effect.pin, effect.tier);
   } else if (copy->second->complete) {
     OnCopyComplete(effect.model);
   }
 }
 
-void Broker::ReadCopy(HostCopyId id, PinWish pin) {
+void Broker::ReadCopy(HostCopyId id, PinWish pin, HostTier tier) {
   HostCopy& copy = *copies_.at(id);
   const LoadedModel& model = *models_.at(copy.reader);
   const auto pinned_bytes = [this] {
@@ -148,10 +152,14 @@ void Broker::ReadCopy(HostCopyId id, PinWish pin) {
     for (const auto& gpu : gpus_) sum += gpu->device().registered_host_bytes();
     return sum;
   };
-  loader_->BuildMirrors(
-      model.checkpoint, GpuOf(model.device).device(), pin, pinned_bytes, copy.cancelled,
-      [this, id](const BuildProgress& progress) { OnProgress(id, progress); },
-      [this, id](BuiltMirrors built) { OnMirrors(id, std::move(built)); });
+  const auto progress = [this, id](const BuildProgress& made) { OnProgress(id, made); };
+  const auto done = [this, id](BuiltMirrors built) { OnMirrors(id, std::move(built)); };
+  const Device& device = GpuOf(model.device).device();
+  if (tier == HostTier::kFile) {
+    loader_->MapFiles(model.checkpoint, device, pinned_bytes, copy.cancelled, progress, done);
+  } else {
+    loader_->BuildMirrors(model.checkpoint, device, pin, pinned_bytes, copy.cancelled, progress, done);
+  }
 }
 
 std::vector<ModelId> Broker::ModelsOf(HostCopyId copy) const {
@@ -197,7 +205,7 @@ void Broker::OnMirrors(HostCopyId id, BuiltMirrors built) {
   copy.built = std::move(built);
   copy.complete = true;
   copy.kept.reset();
-  for (const Mirror& mirror : copy.built.mirrors) copy.pinned_bytes += mirror.pinned_bytes();
+  copy.pinned_bytes = copy.built.pinned_bytes();
   for (ModelId model : models) OnCopyComplete(model);
 }
 
@@ -252,11 +260,8 @@ void Broker::Do(const JoinMirrors& effect) { models_.at(effect.model)->watching_
 void Broker::Do(const DropModel& effect) {
   GpuOf(models_.at(effect.model)->device).RemoveModel(effect.model, [this, id = effect.model](uint64_t device_bytes) {
     auto node = models_.extract(id);
-    uint64_t host_bytes = 0;
     auto copy = TakeUnused(node.mapped()->copy);
-    if (copy != nullptr) {
-      for (const Mirror& mirror : copy->built.mirrors) host_bytes += mirror.bytes();
-    }
+    const uint64_t host_bytes = copy != nullptr ? copy->built.host_bytes() : 0;
     // Giving page-locked memory back takes long for a large model.
     using Gone = std::pair<std::unique_ptr<LoadedModel>, std::unique_ptr<HostCopy>>;
     loader_->Discard(std::make_unique<Gone>(std::move(node.mapped()), std::move(copy)),
@@ -275,6 +280,7 @@ void Broker::SetHostStatus(v1::HostStatus& host) const {
   if (budget_bytes.has_value()) host.set_budget_bytes(*budget_bytes);
   host.set_pinned_bytes(records.pinned_bytes());
   host.set_pageable_bytes(records.pageable_bytes());
+  host.set_page_cache_bytes(records.page_cache_bytes());
   SetPinLimit(host, records.pin_limit_bytes, options_.host_budget_bytes, room.cgroup_limit_bytes);
 }
 

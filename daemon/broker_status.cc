@@ -37,7 +37,7 @@ absl::StatusOr<Broker::ModelView> Broker::Find(const std::string& name) const {
 Broker::ModelView Broker::ViewOf(ModelId id) const {
   const LoadedModel& model = *models_.at(id);
   return {model.checkpoint.layout, gpus_[model.device.value - 1]->device().info().uuid, model.checkpoint.layout.digest,
-          arbiter_.records().models.at(id).mode};
+          arbiter_.records().models.at(id).mode, arbiter_.records().models.at(id).tier};
 }
 
 void Broker::GetStatus(const std::string& model, std::function<void(absl::StatusOr<v1::Status>)> done) {

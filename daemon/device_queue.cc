@@ -255,7 +255,7 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
   model.last_used = context_.now;
   // All that it took, from the first effect to this event.
   const absl::Duration duration = context_.now - job_->began;
-  model.last_activation = ActivationRecord{event.copied_bytes, duration, event.verified_cells};
+  model.last_activation = ActivationRecord{event.copied_bytes, duration, event.verified_cells, event.trusted_cells};
   model.last_error = absl::OkStatus();
   // Leases from before get their cells back, at the same addresses, without asking.
   ResendCells(model.id);
@@ -267,6 +267,7 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
   outcome.refilled_cells = event.refilled_cells;
   outcome.device_bytes = event.device_bytes;
   outcome.evicted = job_->evicted;
+  outcome.trusted_cells = event.trusted_cells;
   ReplyNow(absl::OkStatus(), std::move(outcome));
   Finish();
 }

@@ -35,6 +35,7 @@ struct RegisterRequested {
   ModelMode mode = ModelMode::kHeld;
   PinPolicy pin = PinPolicy::kAuto;
   HostRoom host;
+  HostTier tier = HostTier::kMirror;
 };
 
 struct UnloadRequested {
@@ -142,6 +143,7 @@ struct PlanRealized {
   uint64_t copied_to_host_bytes = 0;  // counted; a deactivation has none
   absl::Duration duration;
   std::vector<GiverEmptied> givers;  // one for each that was named
+  uint64_t trusted_cells = 0;        // not verified: nothing was known of their bytes before
 };
 
 // VerifyCells is done.
@@ -254,6 +256,7 @@ struct ActivateOutcome {
   uint64_t refilled_cells = 0;
   uint64_t device_bytes = 0;
   std::vector<std::string> evicted;
+  uint64_t trusted_cells = 0;
 };
 
 struct DeactivateOutcome {
@@ -294,12 +297,13 @@ struct Reply {
 };
 
 // Read, page-lock and digest the model whose RegisterRequested was `request`, unless another model has that copy
-// already, or is just having it read; -> MirrorsBuilt.
+// already, or is just having it read; -> MirrorsBuilt. In the tier kFile: map and page-lock its files.
 struct BuildMirrors {
   ModelId model;
   RequestId request;
   HostCopyId copy;
   PinWish pin = PinWish::kTry;
+  HostTier tier = HostTier::kMirror;
 };
 struct CancelMirrors {
   ModelId model;

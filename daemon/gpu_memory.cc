@@ -55,6 +55,7 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
     realized.refilled_cells = report->refilled_cells;
     realized.unmapped_bytes = report->unmapped_bytes;
     realized.device_bytes = report->device_bytes;
+    realized.trusted_cells = report->trusted_cells;
   } else {
     realized.status = report.status();
     realized.device_bytes = arena.Measure().device_bytes;

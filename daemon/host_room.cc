@@ -15,8 +15,9 @@ namespace {
 
 constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
 
-// Whether a registration with this policy may use the copy of `model`.
-bool MayShare(const ModelRecord& model, PinPolicy policy) {
+// Whether a registration of this tier and with this policy may use the copy of `model`.
+bool MayShare(const ModelRecord& model, HostTier tier, PinPolicy policy) {
+  if (model.tier != tier) return false;
   if (model.state == ModelState::kRegistering) {
     // Somebody must still want it, and it must not fail for a choice that is not ours.
     if (model.registrations.empty() || model.unload) return false;
@@ -29,7 +30,11 @@ bool MayShare(const ModelRecord& model, PinPolicy policy) {
 void DecidePin(const RegisterRequested& event, HostPlan& plan) {
   const uint64_t set_bytes = event.layout.span_bytes;
   const std::optional<uint64_t> available_bytes = event.host.available_bytes;
-  if (event.pin != PinPolicy::kAuto) {
+  if (event.tier == HostTier::kFile) {
+    plan.wish = PinWish::kMust;
+    plan.pin = {true, PinReason::kHostTier,
+                "page-locked where they lie: the host tier file is the page cache of the weight files, no second copy"};
+  } else if (event.pin != PinPolicy::kAuto) {
     const bool pinned = event.pin == PinPolicy::kYes;
     plan.wish = pinned ? PinWish::kMust : PinWish::kNo;
     plan.pin = {pinned, PinReason::kRequested, absl::StrCat(pinned ? "page-locked" : "pageable", ", as was asked for")};
@@ -49,6 +54,23 @@ void DecidePin(const RegisterRequested& event, HostPlan& plan) {
 
 }  // namespace
 
+std::string_view HostTierName(HostTier tier) { return tier == HostTier::kFile ? "file" : "mirror"; }
+
+absl::Status CheckTier(const RegisterRequested& event) {
+  if (event.tier != HostTier::kFile) return absl::OkStatus();
+  if (event.mode != ModelMode::kHeld) {
+    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HOST_TIER",
+                  absl::StrCat(event.name, " is to be phased, and the host tier file is for models that are held"));
+  }
+  if (event.pin == PinPolicy::kNo) {
+    return Refuse(absl::StatusCode::kInvalidArgument, "BAD_PIN",
+                  absl::StrCat(event.name,
+                               " is not to be page-locked, and the host tier file is nothing else than its "
+                               "files' pages, locked"));
+  }
+  return absl::OkStatus();
+}
+
 std::optional<uint64_t> HostBudgetBytes(const HostRoom& room, uint64_t held_bytes,
                                         std::optional<uint64_t> configured_bytes) {
   uint64_t budget_bytes = std::min(configured_bytes.value_or(kNoLimit), room.cgroup_limit_bytes.value_or(kNoLimit));
@@ -63,7 +85,7 @@ HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::o
   const uint64_t set_bytes = event.layout.span_bytes;
   plan.needed_bytes = set_bytes;
   for (const auto& [id, model] : records.models) {
-    if (model.identity != event.identity || !MayShare(model, event.pin)) continue;
+    if (model.identity != event.identity || !MayShare(model, event.tier, event.pin)) continue;
     plan.copy = model.host_copy;
     plan.wish = model.pin_wish;
     // While it is being read, its own outcome is not known yet.

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "absl/status/statusor.h"
 #include "daemon/ids.h"
@@ -16,6 +17,15 @@ namespace residency {
 
 struct Records;
 struct RegisterRequested;
+
+// Where a model's bytes are in host memory.
+enum class HostTier : uint8_t {
+  kMirror,  // a copy of its own, laid out as on the device
+  kFile,    // the page cache of the weight files, mapped and page-locked for reading: no second copy
+};
+
+// "mirror", "file".
+std::string_view HostTierName(HostTier tier);
 
 // What the operator or the caller of a registration says of page-locking.
 enum class PinPolicy : uint8_t {
@@ -31,6 +41,7 @@ enum class PinReason : uint8_t {
   kLittleRoom,  // it has less
   kRefused,     // the driver refused to
   kShared,      // it is another model's, as that one wanted it
+  kHostTier,    // the host tier is nothing without
 };
 
 // How it came out, or would come out.
@@ -64,6 +75,9 @@ struct HostPlan {
   PinWish wish = PinWish::kTry;
   PinOutcome pin;  // so far as is known before the driver is asked
 };
+
+// Whether the host tier goes with the rest of what was asked for. INVALID_ARGUMENT/BAD_HOST_TIER, BAD_PIN.
+absl::Status CheckTier(const RegisterRequested& event);
 
 // `configured_bytes` is --host_budget. The name is not looked at.
 HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::optional<uint64_t> configured_bytes);

@@ -18,6 +18,7 @@
 #include "daemon/host_room.h"
 #include "daemon/loop.h"
 #include "mechanisms/device.h"
+#include "mechanisms/file_source.h"
 #include "mechanisms/layout.h"
 #include "mechanisms/manifest.h"
 #include "mechanisms/mirror_read.h"
@@ -27,7 +28,8 @@ namespace residency {
 // What became of the mirrors of a model's components.
 struct BuiltMirrors {
   absl::Status status;
-  std::vector<Mirror> mirrors;  // of every component, page-locked all or none; empty where `status` is not OK
+  std::vector<Mirror> mirrors;          // of every component, page-locked all or none; empty where `status` is not OK
+  std::unique_ptr<MappedModel> mapped;  // in place of mirrors, in the host tier kFile
   // Where the driver refused to page-lock them: how, and what it had locked of mirrors by then, for all models.
   absl::Status pin_refusal;
   std::optional<uint64_t> pin_limit_bytes;
@@ -35,6 +37,10 @@ struct BuiltMirrors {
   // would not place them on the device's.
   std::map<int, uint64_t> node_bytes;
   absl::Status placed;
+
+  std::vector<const Source*> sources() const;  // of every component
+  uint64_t pinned_bytes() const;
+  uint64_t host_bytes() const;  // of memory that goes back with this
 };
 
 // How far the mirrors of a model are, all components together.
@@ -69,6 +75,12 @@ class Loader {
   void BuildMirrors(const Checkpoint& checkpoint, const Device& device, PinWish pin,
                     std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
                     std::function<void(const BuildProgress&)> progress, std::function<void(BuiltMirrors)> done);
+
+  // Maps the checkpoint's files instead and page-locks them for `device`; the rest as for BuildMirrors.
+  // Errors as MappedModel::Map.
+  void MapFiles(const Checkpoint& checkpoint, const Device& device, std::function<uint64_t()> pinned_bytes,
+                const std::atomic<bool>& cancelled, std::function<void(const BuildProgress&)> progress,
+                std::function<void(BuiltMirrors)> done);
 
   // Destroys `what` on a thread of its own, so that no unload waits behind a long read, then calls `done`.
   template <typename T>

@@ -47,6 +47,13 @@ absl::StatusOr<bool> ParseNvml(const std::string& text) {
   return absl::InvalidArgumentError(absl::StrCat("'", text, "': auto or no"));
 }
 
+absl::StatusOr<HostTier> ParseHostTier(const std::string& text) {
+  if (text == "mirror") return HostTier::kMirror;
+  if (text == "file") return HostTier::kFile;
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", text, "': mirror or file", text == "none" ? "; none is not offered yet" : ""));
+}
+
 }  // namespace
 
 ParsedOptions ParseOptions(int argc, char** argv) {
@@ -97,6 +104,11 @@ ParsedOptions ParseOptions(int argc, char** argv) {
   app.add_option("--host_budget", text, "Most host bytes of registered models (default: what host and cgroup leave)")
       ->type_name("SIZE")
       ->check(Into(options.broker.host_budget_bytes, bytes));
+  app.add_option("--host_tier", text,
+                 "Where models are in host memory: mirror, a copy of their own (default), or file, the weight files "
+                 "themselves, mapped and page-locked")
+      ->type_name("mirror|file")
+      ->check(Into(options.broker.tier, ParseHostTier));
   app.add_option("--pin", text, "Page-lock models' host copies: auto where there is twice the room (default), yes, no")
       ->type_name("auto|yes|no")
       ->check(Into(options.broker.pin, ParsePinPolicy));

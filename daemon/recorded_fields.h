@@ -37,7 +37,7 @@ RESIDENCY_RECORDED(Budget, device_bytes, host_bytes);
 RESIDENCY_RECORDED(HostRoom, available_bytes, cgroup_limit_bytes);
 RESIDENCY_RECORDED(PinOutcome, pinned, reason, message);
 
-RESIDENCY_RECORDED(RegisterRequested, request, name, identity, device, budget, layout, mode, pin, host);
+RESIDENCY_RECORDED(RegisterRequested, request, name, identity, device, budget, layout, mode, pin, host, tier);
 RESIDENCY_RECORDED(UnloadRequested, request, name);
 RESIDENCY_RECORDED(ActivateRequested, request, name, budget, session, working_bytes, deadline, skip_verification);
 RESIDENCY_RECORDED(DeactivateRequested, request, name, drain);
@@ -51,7 +51,7 @@ RESIDENCY_RECORDED(MirrorsBuilt, model, status, pinned_bytes, pin_refusal, pin_l
 RESIDENCY_RECORDED(DeviceMeasured, device, status, total_bytes, free_bytes, pool_idle_bytes, broker_bytes,
                    leases_in_use);
 RESIDENCY_RECORDED(PlanRealized, model, status, broken, device_bytes, copied_bytes, verified_cells, refilled_cells,
-                   unmapped_bytes, pooled_bytes, freed_bytes, copied_to_host_bytes, duration, givers);
+                   unmapped_bytes, pooled_bytes, freed_bytes, copied_to_host_bytes, duration, givers, trusted_cells);
 RESIDENCY_RECORDED(GiverEmptied, model, status, broken, device_bytes);
 RESIDENCY_RECORDED(CellsVerified, model, status, broken, verified_cells, refilled_cells, absent_cells, duration);
 RESIDENCY_RECORDED(PoolTrimmed, device, status, trimmed_bytes, freed_bytes);
@@ -69,7 +69,7 @@ RESIDENCY_RECORDED(LeaseFailed, lease, status, by_client);
 RESIDENCY_RECORDED(RegisterOutcome, model, pinned_bytes, pin);
 RESIDENCY_RECORDED(UnloadOutcome, host_bytes, device_bytes);
 RESIDENCY_RECORDED(ActivateOutcome, model, lease, generation, bytes_moved, duration, verified_cells, refilled_cells,
-                   device_bytes, evicted);
+                   device_bytes, evicted, trusted_cells);
 RESIDENCY_RECORDED(DeactivateOutcome, pooled_bytes, freed_bytes, copied_bytes, duration);
 RESIDENCY_RECORDED(PhaseOutcome, phase, generation, bytes_moved, duration, verified_cells, refilled_cells,
                    device_bytes);
@@ -77,7 +77,7 @@ RESIDENCY_RECORDED(VerifyOutcome, verified_cells, refilled_cells, absent_cells, 
 RESIDENCY_RECORDED(TrimOutcome, trimmed_bytes, freed_bytes);
 
 RESIDENCY_RECORDED(Reply, request, status, outcome);
-RESIDENCY_RECORDED(BuildMirrors, model, request, copy, pin);
+RESIDENCY_RECORDED(BuildMirrors, model, request, copy, pin, tier);
 RESIDENCY_RECORDED(CancelMirrors, model);
 RESIDENCY_RECORDED(JoinMirrors, model, request);
 RESIDENCY_RECORDED(DropModel, model);

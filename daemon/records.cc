@@ -43,6 +43,11 @@ uint64_t Records::pageable_bytes() const {
   });
 }
 
+uint64_t Records::page_cache_bytes() const {
+  return SumOfCopies(models,
+                     [](const ModelRecord& model) { return model.tier == HostTier::kFile ? model.pinned_bytes : 0; });
+}
+
 absl::Status LeaseIsOver(LeaseId lease) {
   return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_LEASE", absl::StrCat("lease ", lease.value, " is over"));
 }

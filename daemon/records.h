@@ -60,6 +60,7 @@ struct ActivationRecord {
   uint64_t bytes = 0;
   absl::Duration duration;
   uint64_t verified_cells = 0;
+  uint64_t trusted_cells = 0;
 };
 
 struct ModelRecord {
@@ -76,6 +77,7 @@ struct ModelRecord {
   uint64_t device_bytes = 0;                   // as measured after the last transition
   std::optional<uint32_t> component_on_gpu;    // of a phased model
   std::optional<uint64_t> asked_device_bytes;  // the budget of the last activation that gave one
+  HostTier tier = HostTier::kMirror;           // of its host copy
   HostCopyId host_copy;
   PinWish pin_wish = PinWish::kTry;  // for its host copy
   PinOutcome pin;                    // of its host copy, once that is built
@@ -118,6 +120,8 @@ struct Records {
   uint64_t host_bytes() const;
   uint64_t pinned_bytes() const;
   uint64_t pageable_bytes() const;
+  // Of pinned_bytes, what is the page cache of weight files.
+  uint64_t page_cache_bytes() const;
 
   ModelRecord* FindModel(std::string_view name);
   const ModelRecord* FindModel(std::string_view name) const;

@@ -51,6 +51,20 @@ absl::StatusOr<absl::Duration> DurationOf(const google::protobuf::Duration& dura
                 absl::StrCat(std::string(field), " is negative: ", absl::FormatDuration(made)));
 }
 
+absl::StatusOr<std::optional<HostTier>> HostTierOf(v1::HostTier tier) {
+  switch (tier) {
+    case v1::HOST_TIER_UNSPECIFIED:
+      return std::optional<HostTier>();
+    case v1::HOST_TIER_MIRROR:
+      return std::optional<HostTier>(HostTier::kMirror);
+    case v1::HOST_TIER_FILE:
+      return std::optional<HostTier>(HostTier::kFile);
+    default:
+      return Refuse(absl::StatusCode::kInvalidArgument, "BAD_HOST_TIER",
+                    absl::StrCat("host_tier is ", static_cast<int>(tier), ", which is none that is known here"));
+  }
+}
+
 absl::StatusOr<RegisterOptions> RegisterOptionsOf(const v1::RegisterModelRequest& request) {
   if (auto status = CheckName(request.name()); !status.ok()) return status;
   RegisterOptions options{.name = request.name(),
@@ -85,6 +99,9 @@ absl::StatusOr<RegisterOptions> RegisterOptionsOf(const v1::RegisterModelRequest
       return Refuse(absl::StatusCode::kInvalidArgument, "BAD_PIN",
                     absl::StrCat("pin is ", static_cast<int>(request.pin()), ", which no policy has"));
   }
+  const auto tier = HostTierOf(request.host_tier());
+  if (!tier.ok()) return tier.status();
+  options.tier = *tier;
   return options;
 }
 
@@ -150,6 +167,7 @@ grpc::ServerWriteReactor<v1::RegisterModelResponse>* Service::RegisterModel(grpc
           response.set_tax_bytes(model.layout.tax_bytes());
           response.set_pinned_bytes(outcome.pinned_bytes);
           *response.mutable_pin() = PinProto(outcome.pin);
+          response.set_host_tier(HostTierProto(model.tier));
           response.set_seconds(absl::ToDoubleSeconds(MonotonicNow() - began));
           response.set_device_uuid(model.device_uuid);
           call.Push(std::move(response));
@@ -201,6 +219,8 @@ grpc::ServerUnaryReactor* Service::Activate(grpc::CallbackServerContext* context
         response->set_seconds(absl::ToDoubleSeconds(outcome->duration));
         response->set_verified_cells(outcome->verified_cells);
         response->set_refilled_cells(outcome->refilled_cells);
+        response->set_trusted_cells(outcome->trusted_cells);
+        response->set_verified_against(VerifiedAgainstProto(model.tier));
         response->set_device_bytes(outcome->device_bytes);
         response->set_device_uuid(model.device_uuid);
         for (const std::string& name : outcome->evicted) response->add_evicted(name);

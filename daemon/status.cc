@@ -109,6 +109,8 @@ v1::PinReason PinReasonProto(PinReason reason) {
       return v1::PIN_REASON_REFUSED;
     case PinReason::kShared:
       return v1::PIN_REASON_SHARED;
+    case PinReason::kHostTier:
+      return v1::PIN_REASON_HOST_TIER;
   }
   return v1::PIN_REASON_UNSPECIFIED;
 }
@@ -121,6 +123,14 @@ v1::Pin PinProto(const PinOutcome& pin) {
   proto.set_reason(PinReasonProto(pin.reason));
   proto.set_message(pin.message);
   return proto;
+}
+
+v1::HostTier HostTierProto(HostTier tier) {
+  return tier == HostTier::kFile ? v1::HOST_TIER_FILE : v1::HOST_TIER_MIRROR;
+}
+
+v1::VerifiedAgainst VerifiedAgainstProto(HostTier tier) {
+  return tier == HostTier::kFile ? v1::VERIFIED_AGAINST_FIRST_ACTIVATION : v1::VERIFIED_AGAINST_REGISTRATION;
 }
 
 void SetPinLimit(v1::HostStatus& host, std::optional<uint64_t> probed_bytes, std::optional<uint64_t> configured_bytes,
@@ -178,6 +188,8 @@ v1::ModelStatus ModelStatusOf(const ModelRecord& record, const Layout& layout, c
   status.set_payload_bytes(layout.payload_bytes);
   status.set_tax_bytes(layout.tax_bytes());
   status.set_pinned_bytes(record.pinned_bytes);
+  status.set_host_tier(HostTierProto(record.tier));
+  status.set_verified_against(VerifiedAgainstProto(record.tier));
   if (record.state != ModelState::kRegistering) *status.mutable_pin() = PinProto(record.pin);
   v1::Budget& budget = *status.mutable_budget();
   constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
@@ -216,6 +228,7 @@ v1::ModelStatus ModelStatusOf(const ModelRecord& record, const Layout& layout, c
     activation.set_bytes(record.last_activation->bytes);
     activation.set_seconds(absl::ToDoubleSeconds(record.last_activation->duration));
     activation.set_verified(record.last_activation->verified_cells);
+    activation.set_trusted(record.last_activation->trusted_cells);
   }
   if (!record.last_error.ok()) {
     v1::LastError& error = *status.mutable_last_error();

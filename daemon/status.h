@@ -26,6 +26,8 @@ v1::DeviceStatus DeviceStatusOf(const DeviceInfo& info, const DeviceRecord& reco
                                 const Records& records);
 
 v1::Pin PinProto(const PinOutcome& pin);
+v1::HostTier HostTierProto(HostTier tier);
+v1::VerifiedAgainst VerifiedAgainstProto(HostTier tier);
 // The least of the limits on page-locking that are known: what the driver had locked when it refused more, what was
 // configured, what a cgroup leaves.
 void SetPinLimit(v1::HostStatus& host, std::optional<uint64_t> probed_bytes, std::optional<uint64_t> configured_bytes,

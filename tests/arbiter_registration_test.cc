@@ -135,6 +135,57 @@ TEST_CASE("Without a choice a set is page-locked where the host has at least twi
   }
 }
 
+TEST_CASE("A model in the host tier file is locked whatever the room, and shares its copy with that tier alone") {
+  ArbiterRig rig(64 * kMiB);
+  const auto asked = [](uint64_t request, const std::string& name, HostTier tier, PinPolicy pin = PinPolicy::kAuto) {
+    RegisterRequested event = Asked(request, name, pin, {.available_bytes = 3 * kSize});
+    event.tier = tier;
+    return event;
+  };
+  rig.Feed(asked(1, "a", HostTier::kFile));
+  const BuildMirrors a = rig.Take<BuildMirrors>().at(0);
+  CHECK(a.tier == HostTier::kFile);
+  CHECK(a.pin == PinWish::kMust);
+  rig.Feed(MirrorsBuilt{a.model, absl::OkStatus(), kSize + 4096});
+  const PinOutcome pin = std::get<RegisterOutcome>(rig.OnlyReply().outcome).pin;
+  CHECK(pin.reason == PinReason::kHostTier);
+  CHECK(pin.pinned);
+  rig.Feed(asked(2, "b", HostTier::kFile));
+  const BuildMirrors b = rig.Take<BuildMirrors>().at(0);
+  CHECK(b.copy == a.copy);
+  rig.Feed(asked(3, "c", HostTier::kMirror));
+  const BuildMirrors c = rig.Take<BuildMirrors>().at(0);
+  CHECK(c.copy != a.copy);
+  CHECK(c.tier == HostTier::kMirror);
+  rig.Feed(MirrorsBuilt{b.model, absl::OkStatus(), kSize + 4096});
+  rig.Feed(MirrorsBuilt{c.model, absl::OkStatus(), kSize});
+  CHECK(rig.arbiter().records().page_cache_bytes() == kSize + 4096);
+  CHECK(rig.arbiter().records().pinned_bytes() == 2 * kSize + 4096);
+  // It takes the host's memory as a mirror does, since nobody can have the pages back.
+  CHECK(rig.arbiter().records().host_bytes() == 2 * kSize);
+}
+
+TEST_CASE("The host tier file is refused for a phased model, for a pageable one, and for a name with the other tier") {
+  ArbiterRig rig(64 * kMiB);
+  RegisterRequested event = Asked(1, "a");
+  event.tier = HostTier::kFile;
+  event.mode = ModelMode::kPhased;
+  rig.Feed(event);
+  CHECK(ReasonOf(rig.OnlyReply().status) == "BAD_HOST_TIER");
+  event.mode = ModelMode::kHeld;
+  event.pin = PinPolicy::kNo;
+  rig.Feed(event);
+  CHECK(ReasonOf(rig.OnlyReply().status) == "BAD_PIN");
+  CHECK(rig.Take<BuildMirrors>().empty());
+  rig.Feed(Asked(2, "a"));
+  REQUIRE(rig.Take<BuildMirrors>().size() == 1);
+  event.pin = PinPolicy::kAuto;
+  rig.Feed(event);
+  const absl::Status taken = rig.OnlyReply().status;
+  CHECK(ReasonOf(taken) == "NAME_TAKEN");
+  CHECK(taken.message() == "the name 'a' is registered with the host tier mirror, not file; unload it first");
+}
+
 TEST_CASE("A driver that refuses to page-lock leaves the model pageable, and its limit is kept until it is disproved") {
   ArbiterRig rig(64 * kMiB);
   rig.Feed(Asked(1, "a"));

@@ -135,6 +135,34 @@ TEST_CASE("Reading waits for no page-locking, which is told as it goes on and is
   CHECK(rig.Status().at("host").at("pinned_bytes") == 0);
 }
 
+TEST_CASE("Where the driver locks nothing for reading only, the host tier file is refused with that reason") {
+  DaemonRig rig({"--sim_faults=attr:READONLY_PIN=0"});
+  WriteCheckpoint(rig.Path("a.safetensors"), {kMiB}, 38);
+  const std::vector<std::string> in_files = {"register", "a", rig.Path("a.safetensors"), "--host_tier", "file"};
+  const Json error = rig.Refused(in_files);
+  CHECK(error.at("code") == "FAILED_PRECONDITION");
+  CHECK(error.at("reason") == "NO_READONLY_PIN");
+  std::vector<std::string> dry = in_files;
+  dry.push_back("--dry_run");
+  CHECK(rig.Refused(dry).at("reason") == "NO_READONLY_PIN");
+  CHECK(rig.Do({"register", "a", rig.Path("a.safetensors")}).at("host_tier") == "mirror");
+}
+
+TEST_CASE("Files that cannot be locked as a whole are refused in the host tier file, with both figures") {
+  DaemonRig rig({"--sim_faults=pin_limit=64MiB"});
+  WriteCheckpoint(rig.Path("a.safetensors"), {40 * kMiB}, 39);
+  const Hashes truth = WriteCheckpoint(rig.Path("b.safetensors"), {40 * kMiB}, 40);
+  rig.Do({"register", "a", rig.Path("a.safetensors"), "--host_tier", "file"});
+  const Json error = rig.Refused({"register", "b", rig.Path("b.safetensors"), "--host_tier", "file"});
+  CHECK(error.at("reason") == "PIN_LIMIT");
+  CHECK(error.at("needed_bytes").get<uint64_t>() >= 40 * kMiB);
+  CHECK(error.at("available_bytes") == 0);
+  CHECK(rig.Status().at("host").at("pin_limit_source") == "probed");
+  rig.Do({"unload", "a"});
+  rig.Do({"register", "b", rig.Path("b.safetensors"), "--host_tier", "file"});
+  CHECK(OnDevice(rig, "b") == truth);
+}
+
 TEST_CASE("A registration that is given up leaves the host copy to another name that waits for it") {
   DaemonRig rig({"--sim_faults=cuMemHostRegister=+1s"});
   const Hashes truth = WriteCheckpoint(rig.Path("a.safetensors"), {3 * kMiB, 9}, 37);

@@ -199,6 +199,21 @@ TEST_CASE("tensors stand under their component with type, size and shape") {
   CHECK(Has(text, "1 tensors, 4.0 MiB of addresses in cells of 2.0 MiB"));
 }
 
+TEST_CASE("a model in the host tier file says what it is verified against, and the host how much of it is page cache") {
+  v1::Status status = Example();
+  CHECK_FALSE(Has(StatusText(status), "page cache"));
+  CHECK_FALSE(Has(StatusText(status), "host tier"));
+  status.mutable_host()->set_pinned_bytes(3 * kGiB);
+  status.mutable_host()->set_page_cache_bytes(kGiB);
+  v1::ModelStatus& model = *status.mutable_models(0);
+  model.set_host_tier(v1::HOST_TIER_FILE);
+  model.mutable_last_activation()->set_trusted(3);
+  const std::string text = StatusText(status);
+  CHECK(Has(LineWith(text, "host memory"), "3.0 GiB pinned (1.0 GiB of it weight files' page cache)"));
+  CHECK(Has(text, "  host tier file: verified against the first activation\n"));
+  CHECK(Has(LineWith(text, "last activation"), "0 cells verified, 3 trusted"));
+}
+
 TEST_CASE("ages have the two largest units") {
   CHECK(AgeText(0.25) == "0.2s");
   CHECK(AgeText(59) == "59s");

@@ -35,7 +35,8 @@ struct RegisterFlags {
   std::string device_uuid;
   std::optional<uint64_t> device_budget;
   bool phased = false;
-  std::string pin;  // empty: the daemon's
+  std::string pin;   // empty: the daemon's
+  std::string tier;  // the same
   bool dry_run = false;
 };
 
@@ -119,6 +120,8 @@ int Register(const GlobalFlags& flags, const RegisterFlags& options) {
   if (options.pin == "auto") request.set_pin(v1::PIN_POLICY_AUTO);
   if (options.pin == "yes") request.set_pin(v1::PIN_POLICY_YES);
   if (options.pin == "no") request.set_pin(v1::PIN_POLICY_NO);
+  if (options.tier == "mirror") request.set_host_tier(v1::HOST_TIER_MIRROR);
+  if (options.tier == "file") request.set_host_tier(v1::HOST_TIER_FILE);
   request.set_dry_run(options.dry_run);
   for (const std::string& text : options.components) {
     auto component = ParseComponent(text);
@@ -156,6 +159,9 @@ std::string ActivatedText(const std::string& name, const v1::ActivateResponse& r
                                : absl::StrFormat("%d cells verified", response.verified_cells()));
   }
   if (response.refilled_cells() > 0) absl::StrAppendFormat(&text, ", %d refilled", response.refilled_cells());
+  if (response.trusted_cells() > 0) {
+    absl::StrAppendFormat(&text, ", %d for the first time, so trusted", response.trusted_cells());
+  }
   absl::StrAppendFormat(&text, "; measured on the GPU %s\n", FormatBytes(response.device_bytes()));
   if (!response.evicted().empty()) {
     absl::StrAppend(&text, "made room: ", absl::StrJoin(response.evicted(), ", "), "\n");
@@ -292,6 +298,15 @@ void AddRegister(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
       .add_option("--pin", options->pin, "page-lock the host copy: auto where there is room; the daemon's if not given")
       ->type_name("auto|yes|no")
       ->check(CLI::IsMember({"auto", "yes", "no"}));
+  command
+      .add_option("--host_tier", options->tier,
+                  "mirror, a copy in host memory, or file, the files themselves, mapped and page-locked, which nobody "
+                  "may rewrite then; the daemon's if not given")
+      ->type_name("mirror|file")
+      ->check([](const std::string& text) -> std::string {
+        if (text == "mirror" || text == "file") return "";
+        return absl::StrCat("'", text, "': mirror or file", text == "none" ? "; none is not offered yet" : "");
+      });
   command.add_flag("--dry_run", options->dry_run, "only say what it would take, what would fit, and which flags help");
 }
 

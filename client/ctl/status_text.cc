@@ -31,6 +31,9 @@ void AppendDaemon(std::string& out, const v1::DaemonStatus& daemon) {
 
 void AppendHost(std::string& out, const v1::HostStatus& host) {
   absl::StrAppend(&out, "host memory: ", FormatBytes(host.pinned_bytes()), " pinned");
+  if (host.page_cache_bytes() > 0) {
+    absl::StrAppend(&out, " (", FormatBytes(host.page_cache_bytes()), " of it weight files' page cache)");
+  }
   if (host.pageable_bytes() > 0) absl::StrAppend(&out, ", ", FormatBytes(host.pageable_bytes()), " pageable");
   if (host.has_budget_bytes()) absl::StrAppend(&out, " of ", FormatBytes(host.budget_bytes()));
   if (host.has_pin_limit_bytes()) {
@@ -105,6 +108,9 @@ void AppendClaim(std::string& out, const v1::ModelStatus& model) {
     absl::StrAppendFormat(&out, ", %d partly", model.components_partly_on_gpu());
   absl::StrAppendFormat(&out, "; payload %s, tax %s, pinned %s\n", FormatBytes(model.payload_bytes()),
                         FormatBytes(model.tax_bytes()), FormatBytes(model.pinned_bytes()));
+  if (model.host_tier() == v1::HOST_TIER_FILE) {
+    absl::StrAppend(&out, "  host tier file: verified against the first activation\n");
+  }
   if (model.has_pin() && !model.pin().pinned()) {
     absl::StrAppend(&out, "  host copy: ", model.pin().message(), "\n");
   }
@@ -116,8 +122,10 @@ void AppendClaim(std::string& out, const v1::ModelStatus& model) {
 void AppendHistory(std::string& out, const v1::ModelStatus& model) {
   if (model.has_last_activation()) {
     const v1::Activation& last = model.last_activation();
-    absl::StrAppendFormat(&out, "  last activation: %s moved in %.3f s, %d cells verified\n", FormatBytes(last.bytes()),
+    absl::StrAppendFormat(&out, "  last activation: %s moved in %.3f s, %d cells verified", FormatBytes(last.bytes()),
                           last.seconds(), last.verified());
+    if (last.trusted() > 0) absl::StrAppendFormat(&out, ", %d trusted", last.trusted());
+    absl::StrAppend(&out, "\n");
   }
   if (model.has_last_error()) {
     const v1::LastError& error = model.last_error();
