@@ -28,6 +28,7 @@
 #include "mechanisms/layout.h"
 #include "mechanisms/manifest.h"
 #include "mechanisms/mapped_file.h"
+#include "mechanisms/pin_pieces.h"
 #include "mechanisms/source.h"
 
 namespace residency {

@@ -22,7 +22,8 @@ TEST_CASE("what is optional and was not set is absent, and what was set to zero 
   v1::HostStatus host;
   CHECK(ProtoToJson(host).contains("budget_bytes") == false);
   host.set_budget_bytes(0);
-  CHECK(JsonText(ProtoToJson(host), /*one_line=*/true) == R"({"budget_bytes":0,"pinned_bytes":0,"pageable_bytes":0})");
+  CHECK(JsonText(ProtoToJson(host), /*one_line=*/true) ==
+        R"({"budget_bytes":0,"pinned_bytes":0,"pageable_bytes":0,"page_cache_bytes":0})");
 }
 
 TEST_CASE("enums are lower-case words without the name of their type") {

@@ -209,7 +209,7 @@ TEST_CASE("a model in the host tier file says what it is verified against, and t
   model.set_host_tier(v1::HOST_TIER_FILE);
   model.mutable_last_activation()->set_trusted(3);
   const std::string text = StatusText(status);
-  CHECK(Has(LineWith(text, "host memory"), "3.0 GiB pinned (1.0 GiB of it weight files' page cache)"));
+  CHECK(Has(LineWith(text, "host memory"), "3.00 GiB pinned (1.00 GiB of it weight files' page cache)"));
   CHECK(Has(text, "  host tier file: verified against the first activation\n"));
   CHECK(Has(LineWith(text, "last activation"), "0 cells verified, 3 trusted"));
 }

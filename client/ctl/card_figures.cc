@@ -191,7 +191,7 @@ absl::Status MeasureBytes(const Device& device, const std::function<void(const s
   for (uint64_t offset = 0; offset < bytes; offset += kItemBytes) {
     items.push_back({target->get() + offset, std::min(kItemBytes, bytes - offset) / 8, 0});
   }
-  const auto digested = MeasureRate(bytes, [&] { return (*digester)->Digest(items, *stream).status(); });
+  const auto digested = MeasureRate(bytes, [&] { return (*digester)->Digest(items).status(); });
   if (!digested.ok()) return digested.status();
   figures.digest = *digested;
   return absl::OkStatus();
