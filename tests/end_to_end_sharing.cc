@@ -185,6 +185,29 @@ TEST_CASE("A client reads on through a drain that fails, and a drain that is lon
   CHECK(one.rig.Model("one").at("device_bytes") == 0);
 }
 
+TEST_CASE("A client whose kernel writes into the weights loses its own context, and not one byte changes") {
+  DaemonRig rig;
+  rig.Do({"register", "flux", RealCheckpoint("flux-like")});
+  ReaderClient other(rig, "flux");
+  ReaderClient scribbler(rig, "flux");
+  CHECK(scribbler.Ask("hash").at("sha256") == TrueHashes("flux-like"));
+  const Json error = scribbler.Ask("scribble").at("error");
+  INFO(error.dump());
+  CHECK(error.at("reason") == "DEVICE_LOST");
+  CHECK(scribbler.Ask("hash").at("error").at("reason") == "DEVICE_LOST");
+
+  CHECK(other.Ask("hash").at("sha256") == TrueHashes("flux-like"));
+  const Json verified = rig.Do({"verify", "flux"});
+  CHECK(verified.at("verified_cells").get<uint64_t>() > 0);
+  CHECK(verified.at("refilled_cells") == 0);
+  CHECK(rig.Status().at("daemon").at("serving") == true);
+  // The daemon's context and the other client's still do everything.
+  scribbler.process().Kill();
+  rig.Do({"deactivate", "flux", "--drain", "5s"});
+  CHECK(rig.Do({"activate", "flux"}).at("refilled_cells") == 0);
+  CHECK(other.Ask("hash").at("sha256") == TrueHashes("flux-like"));
+}
+
 TEST_CASE("A client that loses its context by its own fault costs nobody else anything") {
   DaemonRig rig;
   rig.Do({"register", "flux", RealCheckpoint("flux-like")});

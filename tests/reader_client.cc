@@ -6,6 +6,7 @@
 //   use    begins a use and keeps it
 //   leave  ends that use
 //   elsewhere  makes the context of the last GPU current on the thread that does all this, once and for all
+//   scribble  has a kernel of this process write into the weights, through its mapping of them
 //   poison  makes a kernel of this process read where nothing is mapped, which costs the process its context
 //
 //   reader_client RUNTIME_DIR MODEL
@@ -64,12 +65,16 @@ Json Hash(Lease& lease) {
   return {{"generation", lease.generation()}, {"sha256", tensors}, {"addresses", addresses}};
 }
 
-// What a program that uses several GPUs does; the library has to find its own.
-Json GoElsewhere(const std::string& runtime_dir) {
+absl::StatusOr<Driver> OpenOwnDriver(const std::string& runtime_dir) {
   const char* name = std::getenv("RESIDENCY_TEST_DRIVER");
   const auto kind = ParseDriverKind(name == nullptr || *name == '\0' ? "sim" : name);
-  if (!kind.ok()) return ErrorJson(kind.status());
-  static const auto driver = OpenDriver(*kind, SimOptions{.directory = runtime_dir + "/sim"});
+  if (!kind.ok()) return kind.status();
+  return OpenDriver(*kind, SimOptions{.directory = runtime_dir + "/sim"});
+}
+
+// What a program that uses several GPUs does; the library has to find its own.
+Json GoElsewhere(const std::string& runtime_dir) {
+  static const auto driver = OpenOwnDriver(runtime_dir);
   if (!driver.ok()) return ErrorJson(driver.status());
   const auto count = Device::Count(*driver);
   if (!count.ok()) return ErrorJson(count.status());
@@ -79,12 +84,43 @@ Json GoElsewhere(const std::string& runtime_dir) {
   return current.ok() ? Json::object() : ErrorJson(current);
 }
 
+// Adds the digest of a word of its own to the first word of the weights. The error of the kernel.
+absl::Status WriteIntoWeights(const Device& device, CUdeviceptr weights) {
+  const Driver& driver = device.driver();
+  CUmodule module = nullptr;
+  CUfunction kernel = nullptr;
+  const auto items = device.Allocate(sizeof(DigestItem));
+  const auto word = device.Allocate(sizeof(uint64_t));
+  const auto stream = device.CreateStream();
+  if (!items.ok() || !word.ok() || !stream.ok()) return absl::InternalError("cannot prepare a kernel");
+  const DigestItem item{.address = word->get(), .word_count = 1, .first_index = 0};
+  for (const absl::Status& status :
+       {device.Check(driver.cuModuleLoadData(&module, DigestFatbin().data()), "cuModuleLoadData"),
+        device.Check(driver.cuModuleGetFunction(&kernel, module, kDigestKernel), "cuModuleGetFunction"),
+        device.CopyToDevice(items->get(), &item, sizeof(item), *stream), device.Synchronize(*stream)}) {
+    if (!status.ok()) return absl::InternalError(status.message());
+  }
+  CUdeviceptr items_address = items->get();
+  uint32_t item_count = 1;
+  void* parameters[] = {&items_address, &item_count, &weights};
+  const CUresult launched =
+      driver.cuLaunchKernel(kernel, 1, 1, 1, kDigestThreads, 1, 1, 0, stream->get(), parameters, nullptr);
+  if (auto status = device.Check(launched, "cuLaunchKernel"); !status.ok()) return status;
+  return device.Synchronize(*stream);
+}
+
+Json Scribble(const std::string& runtime_dir, Lease& lease) {
+  const auto use = lease.Use({.deadline = absl::Now() + kUseDeadline});
+  if (!use.ok()) return ErrorJson(use.status());
+  const auto driver = OpenOwnDriver(runtime_dir);
+  if (!driver.ok()) return ErrorJson(driver.status());
+  const auto device = Device::Open(*driver, 0);
+  return ErrorJson(device.ok() ? WriteIntoWeights(**device, lease.tensors().front().address) : device.status());
+}
+
 // The error of the kernel.
 Json Poison(const std::string& runtime_dir) {
-  const char* kind = std::getenv("RESIDENCY_TEST_DRIVER");
-  const bool sim = kind == nullptr || std::string(kind) != "cuda";
-  const auto driver = OpenDriver(sim ? DriverKind::kSim : DriverKind::kCuda,
-                                 SimOptions{.directory = absl::StrCat(runtime_dir, "/sim")});
+  const auto driver = OpenOwnDriver(runtime_dir);
   if (!driver.ok()) return ErrorJson(driver.status());
   const auto device = Device::Open(*driver, 0);
   if (!device.ok()) return ErrorJson(device.status());
@@ -98,6 +134,7 @@ Json Poison(const std::string& runtime_dir) {
 Json Obey(const std::string& command, const std::string& runtime_dir, Lease& lease, std::optional<Use>& kept) {
   if (command == "hash") return Hash(lease);
   if (command == "elsewhere") return GoElsewhere(runtime_dir);
+  if (command == "scribble") return Scribble(runtime_dir, lease);
   if (command == "poison") return Poison(runtime_dir);
   if (command == "leave") {
     kept.reset();
