@@ -120,8 +120,13 @@ absl::Status Arena::Remove(const std::vector<uint32_t>& cells, RealizeReport& re
 }
 
 absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
-                        const RealizeOptions& options, RealizeReport& report) {
+                        const RealizeOptions& wished, RealizeReport& report) {
   if (cells.empty()) return absl::OkStatus();
+  RealizeOptions options = wished;
+  // What is known of no byte yet has to be learnt now, or there would be nothing to verify against later.
+  const uint64_t trusted_cells = CountUndigested(cells, sources);
+  options.verify |= trusted_cells > 0;
+  if (options.stop.stop_requested()) return CopyQueue::Stopped();
   if (auto status = CheckSources(cells, sources); !status.ok()) return status;
   if (auto status = Stock(cells, options.givers); !status.ok()) return status;
   busy_ = true;
@@ -137,7 +142,6 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
   if (auto settled = Settle(); status.ok()) status = settled;
   if (!status.ok()) return status;
   if (options.verify) {
-    const uint64_t trusted_cells = CountUndigested(cells, sources);
     const std::vector<uint32_t> wrong = WrongOf(cells, digests, sources);
     if (auto refilled = Refill(wrong, sources); !refilled.ok()) return refilled;
     report.verified_cells += cells.size() - trusted_cells;
@@ -149,9 +153,8 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
 
 // Sees to it that the pool and the givers have a cell for each of `cells`.
 absl::Status Arena::Stock(const std::vector<uint32_t>& cells, std::span<Arena* const> givers) {
-  CellCounts needed;
-  for (uint32_t cell : cells) ++needed[layout_.cells[cell].bytes];
-  CellCounts missing = needed;
+  CellCounts missing;  // what the givers will not supply
+  for (uint32_t cell : cells) ++missing[layout_.cells[cell].bytes];
   std::vector<std::pair<Arena*, uint32_t>> surplus;  // what the givers have beyond what is needed
   for (Arena* giver : givers) {
     for (const auto& [cell, memory] : giver->mapped_) {
@@ -166,11 +169,11 @@ absl::Status Arena::Stock(const std::vector<uint32_t>& cells, std::span<Arena* c
   // What is created takes the place of cells that nobody needs.
   const uint64_t create_bytes = pool_.MissingBytes(missing);
   for (const auto& [giver, cell] : surplus) {
-    if (pool_.IdleBytesBeyond(needed) >= create_bytes) break;
+    if (pool_.IdleBytesBeyond(missing) >= create_bytes) break;
     RealizeReport report;
     if (auto status = giver->Remove({cell}, report); !status.ok()) return status;
   }
-  return pool_.Stock(missing, needed);
+  return pool_.Stock(missing);
 }
 
 // Maps and copies, and has digested what was copied, a batch at a time.
@@ -221,9 +224,12 @@ absl::Status Arena::Give(uint64_t bytes) {
 }
 
 absl::StatusOr<Cell> Arena::TakeCell(uint64_t bytes, std::span<Arena* const> givers) {
+  // Also where the pool has one: as much is taken off as comes on, so that no more is ever mapped than one of them has.
+  bool gave = false;
   for (Arena* giver : givers) {
-    while (!pool_.HasIdle(bytes) && !giver->mapped_.empty()) {
+    while ((!gave || !pool_.HasIdle(bytes)) && !giver->mapped_.empty()) {
       if (auto status = giver->Give(bytes); !status.ok()) return status;
+      gave = true;
     }
   }
   return pool_.Take(bytes);
@@ -304,6 +310,8 @@ uint64_t Arena::CountUndigested(const std::vector<uint32_t>& cells, std::span<co
 absl::StatusOr<std::vector<uint32_t>> Arena::FindWrong(const std::vector<uint32_t>& cells,
                                                        std::span<const Source* const> sources) {
   if (cells.empty()) return std::vector<uint32_t>();
+  // Copies that an error left under way would still be writing.
+  if (auto status = Settle(); !status.ok()) return status;
   // A kernel that touched one of these would cost the device its context.
   while (!unopened_.empty()) {
     if (auto status = OpenCell(*unopened_.begin()); !status.ok()) return status;

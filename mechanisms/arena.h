@@ -70,7 +70,8 @@ struct ArenaOptions {
 class Arena;
 
 struct RealizeOptions {
-  // Whether what comes is digested on the device and compared with its source's digests.
+  // Whether what comes is digested on the device and compared with its source's digests. Where the source has none yet
+  // it is digested all the same.
   bool verify = true;
   // When requested while cells are being filled: CANCELLED/CANCELLED. What is under way is waited for, at most
   // CopyQueue::kPiecesUnderWay pieces.
@@ -155,7 +156,7 @@ class Arena {
   absl::Status Settle();
   absl::Status Remove(const std::vector<uint32_t>& cells, RealizeReport& report);
   absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
-                   const RealizeOptions& options, RealizeReport& report);
+                   const RealizeOptions& wished, RealizeReport& report);
   absl::Status Stock(const std::vector<uint32_t>& cells, std::span<Arena* const> givers);
   absl::Status Enqueue(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
                        const RealizeOptions& options, RealizeReport& report);

@@ -63,8 +63,8 @@ uint64_t CellPool::IdleBytesBeyond(const CellCounts& kept) const {
   return idle_bytes;
 }
 
-absl::Status CellPool::Stock(const CellCounts& needed, const CellCounts& kept) {
-  GiveBack(MissingBytes(needed), kept);
+absl::Status CellPool::Stock(const CellCounts& needed) {
+  GiveBack(MissingBytes(needed), needed);
   for (const auto& [bytes, count] : needed) {
     while (idle_[bytes].size() < count) {
       auto memory = device_.Create(bytes);

@@ -37,9 +37,9 @@ class CellPool {
   // holds is what its last model left there. RESOURCE_EXHAUSTED/GPU_MEMORY.
   absl::StatusOr<Cell> Take(uint64_t bytes);
   // Creates what is missing of `needed` idle cells, so that Take of them creates and releases nothing. As many bytes
-  // go back to the driver first, as Take says, of idle cells beyond `kept`, which has at least those needed.
-  // RESOURCE_EXHAUSTED/GPU_MEMORY: what was created stays.
-  absl::Status Stock(const CellCounts& needed, const CellCounts& kept);
+  // go back to the driver first, as Take says, of idle cells beyond those needed. RESOURCE_EXHAUSTED/GPU_MEMORY: what
+  // was created stays.
+  absl::Status Stock(const CellCounts& needed);
   // The bytes that Stock would create.
   uint64_t MissingBytes(const CellCounts& needed) const;
   uint64_t IdleBytesBeyond(const CellCounts& kept) const;

@@ -7,13 +7,17 @@
 
 namespace residency {
 
+absl::Status CopyQueue::Stopped() {
+  return Refuse(absl::StatusCode::kCancelled, "CANCELLED", "nobody waits for these bytes any more");
+}
+
 absl::Status CopyQueue::Add(CUdeviceptr destination, const std::byte* source, uint64_t bytes) {
   for (uint64_t done_bytes = 0; done_bytes < bytes;) {
     if (open_bytes_ == 0) {
       if (auto status = AwaitTurn(); !status.ok()) return status;
     }
     if (stop_.stop_requested()) {
-      return Refuse(absl::StatusCode::kCancelled, "CANCELLED", "nobody waits for these bytes any more");
+      return Stopped();
     }
     const uint64_t part_bytes = std::min(bytes - done_bytes, piece_bytes_ - open_bytes_);
     const absl::Status copied =

@@ -19,8 +19,9 @@ namespace residency {
 class CopyQueue {
  public:
   // Four pieces are under way. At 50 MB/s the first ones take 1.4 s; a link on which a piece takes less than a
-  // millisecond gets larger ones, since each costs it some 5 us: 8 GiB in pieces of 16 MiB take 1.2 % longer than in
-  // pieces of 64 MiB (158.3 against 156.4 ms on an H200, tests/bench/results).
+  // millisecond gets larger ones, until that is seen of the larger ones too, since each costs it some 5 us: 8 GiB in
+  // pieces of 16 MiB take 1.2 % longer than in pieces of 64 MiB (158.3 against 156.4 ms on an H200,
+  // tests/bench/results).
   static constexpr uint64_t kFirstPieceBytes = uint64_t{16} << 20;
   static constexpr uint64_t kMaxPieceBytes = uint64_t{64} << 20;
   static constexpr size_t kPiecesUnderWay = 4;
@@ -28,6 +29,9 @@ class CopyQueue {
   // The arguments outlive the queue. The caller synchronizes `stream` when it has added all, and after an error.
   CopyQueue(const Device& device, const Stream& stream, std::stop_token stop)
       : device_(device), stream_(stream), stop_(std::move(stop)) {}
+
+  // What Add answers when it was told to stop.
+  static absl::Status Stopped();
 
   // Enqueues the copy, waiting for earlier ones where too much is under way.
   // CANCELLED/CANCELLED: told to stop, perhaps with part of this copy enqueued; UNAVAILABLE/DEVICE_LOST.

@@ -4,6 +4,7 @@
 // theirs.
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <stop_token>
 #include <string>
 
 #include "mechanisms/refusal.h"
@@ -12,8 +13,12 @@
 namespace residency {
 namespace {
 
-// The calls that make, move and fill cells, in their order: "create", "release", "unmap", "copy", "digest".
+// The calls that make, move and fill cells, in their order: "create", "release", "unmap", "copy", "digest",
+// "wait".
 std::vector<std::string> calls;
+uint64_t mapped_bytes = 0;
+uint64_t most_mapped_bytes = 0;
+int waits_until_failure = 0;  // 0: none fails
 
 Driver LoggingDriver() {
   Driver driver = TestDriver();
@@ -26,14 +31,26 @@ Driver LoggingDriver() {
     calls.push_back("release");
     return TestDriver().cuMemRelease(handle);
   };
+  driver.cuMemMap = [](CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                       unsigned long long flags) {
+    mapped_bytes += bytes;
+    most_mapped_bytes = std::max(most_mapped_bytes, mapped_bytes);
+    return TestDriver().cuMemMap(address, bytes, offset, handle, flags);
+  };
   driver.cuMemUnmap = [](CUdeviceptr address, size_t bytes) {
     calls.push_back("unmap");
+    mapped_bytes -= bytes;
     return TestDriver().cuMemUnmap(address, bytes);
   };
   driver.cuMemcpyHtoDAsync = [](CUdeviceptr destination, const void* source, size_t bytes, CUstream stream) {
     // The digester's items are few bytes.
     if (bytes >= kMiB) calls.push_back("copy");
     return TestDriver().cuMemcpyHtoDAsync(destination, source, bytes, stream);
+  };
+  driver.cuStreamSynchronize = [](CUstream stream) {
+    calls.push_back("wait");
+    if (waits_until_failure > 0 && --waits_until_failure == 0) return CUDA_ERROR_INVALID_VALUE;
+    return TestDriver().cuStreamSynchronize(stream);
   };
   driver.cuLaunchKernel = [](CUfunction kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                              unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream,
@@ -137,8 +154,80 @@ TEST_CASE("A swap takes the giver's cells as it needs them: the first byte flows
   CHECK(rig.arena->Empty().ok());
   CHECK(rig.arena->Measure().device_bytes == 0);
   CHECK(second.arena->Measure().device_bytes == 16 * kMiB);
-  CHECK(second.arena->Verify(second.sources())->refilled_cells == 0);
+  CHECK(second.arena->Verify(second.sources()).value_or(kNotVerified).refilled_cells == 0);
   CHECK(rig.device->Memory()->free_bytes == free_bytes);
+}
+
+TEST_CASE("A swap never has more mapped than one of the two, though the pool has cells for all of it") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  {
+    Second third(rig, TwoComponents());
+    REQUIRE(third.arena->Realize(AllResident(third.layout), third.sources()).ok());
+  }
+  REQUIRE(rig.pool.idle_bytes() == 16 * kMiB);
+  Second second(rig, TwoComponents());
+  mapped_bytes = most_mapped_bytes = 16 * kMiB;
+  Arena* const givers[] = {rig.arena.get()};
+  REQUIRE(second.arena->Realize(AllResident(second.layout), second.sources(), {.givers = givers}).ok());
+  CHECK(most_mapped_bytes == 16 * kMiB);
+  CHECK(mapped_bytes == 16 * kMiB);
+  CHECK(rig.pool.idle_bytes() == 16 * kMiB);
+}
+
+TEST_CASE("Idle cells that a giver's make superfluous give way to those that are missing") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());  // 3 of 4 MiB, 2 of 2 MiB
+  std::vector<Cell> idle;
+  for (int i = 0; i < 2; ++i) idle.push_back(*rig.pool.Take(2 * kMiB));
+  for (Cell& cell : idle) rig.pool.Put(std::move(cell));
+  const uint64_t free_bytes = rig.device->Memory()->free_bytes;
+  const auto component = [](const char* name, uint64_t bytes) {
+    LayoutComponent made{.name = name};
+    made.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
+    return made;
+  };
+  Second second(
+      rig, *MakeLayout({component("big", 16 * kMiB), component("a", 100), component("b", 100)}, 4 * kMiB, 2 * kMiB));
+  calls.clear();
+  Arena* const givers[] = {rig.arena.get()};
+  REQUIRE(second.arena->Realize(AllResident(second.layout), second.sources(), {.givers = givers}).ok());
+  ForgetAfterCopies();
+  CHECK(Count("create") == 1);
+  CHECK(Count("release") == 2);
+  CHECK(Last("release") < First("create"));
+  CHECK(rig.device->Memory()->free_bytes == free_bytes);
+}
+
+TEST_CASE("Where nobody knows whether a refill is through, it is waited for before anything is digested") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+  const uint64_t junk = 1;
+  const auto stream = *rig.device->CreateStream();
+  REQUIRE(rig.device->CopyToDevice(rig.arena->address(), &junk, sizeof(junk), stream).ok());
+  REQUIRE(rig.device->Synchronize(stream).ok());
+  calls.clear();
+  waits_until_failure = 2;  // the digests', the refill's
+  CHECK_FALSE(rig.arena->Verify(rig.sources()).ok());
+  CHECK(waits_until_failure == 0);
+  const std::vector<std::string> after(calls.begin() + Last("copy"), calls.end());
+  CHECK(after == std::vector<std::string>{"copy", "wait", "wait", "digest", "wait"});
+  CHECK_FALSE(rig.arena->broken());
+  CHECK(rig.HoldsItsSources(AllResident(rig.layout)));
+}
+
+TEST_CASE("A fill that was told to stop before it began creates nothing") {
+  const Driver driver = LoggingDriver();
+  ArenaRig rig(driver);
+  calls.clear();
+  std::stop_source stop;
+  stop.request_stop();
+  const auto report = rig.arena->Realize(AllResident(rig.layout), rig.sources(), {.stop = stop.get_token()});
+  CHECK(ReasonOf(report.status()) == "CANCELLED");
+  CHECK(Count("create") == 0);
 }
 
 TEST_CASE("A swap between layouts of other cells never holds more than the larger of them") {

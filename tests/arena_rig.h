@@ -49,6 +49,9 @@ class TestSource final : public ImageSource {
   const std::vector<uint64_t>& words_;
 };
 
+// In place of the report of a Verify that failed.
+inline constexpr VerifyReport kNotVerified = {.refilled_cells = ~uint64_t{0}};
+
 inline Layout TwoComponents() {
   const auto component = [](const char* name, uint64_t bytes) {
     LayoutComponent made{.name = name};
