@@ -48,6 +48,7 @@ void Loader::MapFiles(const Checkpoint& checkpoint, const Device& device, std::f
       built.mapped = *std::move(mapped);
     } else if (mapped.ok()) {
       built.status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the registration was given up");
+      mapped = built.status;  // and what was locked is unlocked before anybody is told
     } else if (ReasonOf(built.status) == "PIN_LIMIT") {
       built.pin_limit_bytes = pinned_bytes() + GetRefusal(built.status)->available_bytes.value_or(0);
     }
