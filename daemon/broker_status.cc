@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/broker.h"
 #include "daemon/status.h"
-#include "mechanisms/numa.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -83,7 +82,7 @@ v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMe
     v1::DeviceStatus& device = *status.add_devices();
     device =
         DeviceStatusOf(gpu->device().info(), records.devices.at(gpu->id()), measured[gpu->id().value - 1], records);
-    if (const auto node = NodeForDevice(gpu->device().info().pci_id)) device.set_numa_node(*node);
+    if (gpu->numa_node().has_value()) device.set_numa_node(*gpu->numa_node());
   }
   const LeaseProbe probe{[this](LeaseId lease) { return IsInUse(lease); },
                          [this](LeaseId lease) { return sessions_.mapped_bytes(lease); }};

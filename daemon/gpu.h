@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stop_token>
 #include <string>
 #include <utility>
@@ -26,6 +27,7 @@
 #include "daemon/sessions.h"
 #include "mechanisms/arena.h"
 #include "mechanisms/layout.h"
+#include "mechanisms/numa.h"
 #include "mechanisms/nvml.h"
 #include "mechanisms/source.h"
 
@@ -45,6 +47,8 @@ class Gpu {
 
   DeviceId id() const { return id_; }
   const Device& device() const { return memory_->device(); }
+  // As NodeForDevice said when it was opened; it does not change.
+  std::optional<int> numa_node() const { return numa_node_; }
   // FAILED_PRECONDITION/NO_VMM or NO_EXPORT, as Device::Probe says.
   const absl::Status& usable() const { return memory_->usable(); }
 
@@ -75,7 +79,11 @@ class Gpu {
 
  private:
   Gpu(DeviceId id, Loop& decision, const absl::StatusOr<Nvml>& nvml, std::unique_ptr<GpuMemory> memory)
-      : id_(id), decision_(decision), nvml_(nvml), memory_(std::move(memory)) {}
+      : id_(id),
+        decision_(decision),
+        nvml_(nvml),
+        memory_(std::move(memory)),
+        numa_node_(NodeForDevice(memory_->device().info().pci_id)) {}
   // Runs `work` on `loop` and hands what it returned to `done` on the decision loop.
   template <typename Work, typename Done>
   void Run(Loop& loop, Work work, Done done);
@@ -86,6 +94,7 @@ class Gpu {
   Loop& decision_;
   const absl::StatusOr<Nvml> nvml_;
   const std::unique_ptr<GpuMemory> memory_;
+  const std::optional<int> numa_node_;
   std::stop_source realizing_;                        // of the last Realize
   std::map<ModelId, std::unique_ptr<Arena>> arenas_;  // the map is the decision loop's, the arenas the device loop's
   std::function<void(const absl::Status&)> lost_ = [](const absl::Status&) {};

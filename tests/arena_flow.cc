@@ -89,11 +89,7 @@ struct Second {
   std::unique_ptr<Arena> arena;
 };
 
-Layout OneComponent(uint64_t bytes) {
-  LayoutComponent component{.name = "all"};
-  component.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
-  return *MakeLayout({component}, 4 * kMiB, 2 * kMiB);
-}
+Layout OneComponent(uint64_t bytes) { return *MakeLayout({ComponentOf("all", bytes)}, 4 * kMiB, 2 * kMiB); }
 
 TEST_CASE("Every cell that a fill needs exists before its first byte is copied, and none is released before its last") {
   const Driver driver = LoggingDriver();
@@ -184,13 +180,8 @@ TEST_CASE("Idle cells that a giver's make superfluous give way to those that are
   for (int i = 0; i < 2; ++i) idle.push_back(*rig.pool.Take(2 * kMiB));
   for (Cell& cell : idle) rig.pool.Put(std::move(cell));
   const uint64_t free_bytes = rig.device->Memory()->free_bytes;
-  const auto component = [](const char* name, uint64_t bytes) {
-    LayoutComponent made{.name = name};
-    made.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
-    return made;
-  };
-  Second second(
-      rig, *MakeLayout({component("big", 16 * kMiB), component("a", 100), component("b", 100)}, 4 * kMiB, 2 * kMiB));
+  Second second(rig, *MakeLayout({ComponentOf("big", 16 * kMiB), ComponentOf("a", 100), ComponentOf("b", 100)},
+                                 4 * kMiB, 2 * kMiB));
   calls.clear();
   Arena* const givers[] = {rig.arena.get()};
   REQUIRE(second.arena->Realize(AllResident(second.layout), second.sources(), {.givers = givers}).ok());

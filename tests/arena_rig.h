@@ -52,14 +52,16 @@ class TestSource final : public ImageSource {
 // In place of the report of a Verify that failed.
 inline constexpr VerifyReport kNotVerified = {.refilled_cells = ~uint64_t{0}};
 
+// One tensor of so many bytes.
+inline LayoutComponent ComponentOf(const char* name, uint64_t bytes) {
+  LayoutComponent made{.name = name};
+  made.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
+  return made;
+}
+
 inline Layout TwoComponents() {
-  const auto component = [](const char* name, uint64_t bytes) {
-    LayoutComponent made{.name = name};
-    made.tensors = {{.name = "w", .dtype = DType::kU8, .shape = {bytes}, .bytes = bytes}};
-    return made;
-  };
   // 3 cells of 4 MiB, one of 2 MiB; 1 cell of 2 MiB.
-  return *MakeLayout({component("big", 13 * kMiB + 5), component("small", 100)}, 4 * kMiB, 2 * kMiB);
+  return *MakeLayout({ComponentOf("big", 13 * kMiB + 5), ComponentOf("small", 100)}, 4 * kMiB, 2 * kMiB);
 }
 
 inline Plan FirstResident(const Layout& layout) {

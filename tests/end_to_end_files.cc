@@ -11,8 +11,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "tests/daemon_rig.h"
+#include "tests/read_back.h"
 #include "tests/test_checkpoints.h"
 
 namespace residency {
@@ -21,18 +21,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
-
-// What `attach --sha256` reads back from the device.
-Hashes ReadBack(DaemonRig& rig, const std::string& model) {
-  const Outcome outcome = rig.Ctl({"attach", model, "--sha256"});
-  INFO(outcome.errors);
-  REQUIRE(outcome.exit_status == 0);
-  Hashes hashes;
-  for (const std::string& line : std::vector<std::string>(absl::StrSplit(outcome.output, '\n', absl::SkipEmpty()))) {
-    hashes.emplace(line.substr(66), line.substr(0, 64));
-  }
-  return hashes;
-}
 
 TEST_CASE("Every tensor of every checkpoint is the same from its files as from a mirror, and as its writer knows it") {
   DaemonRig rig;

@@ -7,32 +7,16 @@
 #include <set>
 #include <string>
 
-#include "absl/strings/str_split.h"
 #include "client/client.h"
 #include "client/grpc_status.h"
 #include "tests/daemon_rig.h"
+#include "tests/read_back.h"
 #include "tests/test_checkpoints.h"
 
 namespace residency {
 namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
-
-// What `attach --sha256` prints: `SHA256  TENSOR` lines, each tensor once.
-Hashes ReadBack(DaemonRig& rig, const std::string& model) {
-  const Outcome outcome = rig.Ctl({"attach", model, "--sha256"});
-  INFO(outcome.errors);
-  REQUIRE(outcome.exit_status == 0);
-  Hashes hashes;
-  for (const std::string& line : std::vector<std::string>(absl::StrSplit(outcome.output, '\n', absl::SkipEmpty()))) {
-    const size_t digest_length = 64;
-    REQUIRE(line.size() > digest_length + 2);
-    REQUIRE(line.substr(digest_length, 2) == "  ");
-    const bool is_new = hashes.emplace(line.substr(digest_length + 2), line.substr(0, digest_length)).second;
-    REQUIRE(is_new);
-  }
-  return hashes;
-}
 
 std::set<std::string> Differences(const Hashes& a, const Hashes& b) {
   std::set<std::string> names;
