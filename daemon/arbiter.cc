@@ -285,7 +285,7 @@ void Arbiter::On(const UseWordsClosed& event) { QueueOf(event.model)->On(event);
 void Arbiter::On(const UseWordsReopened& event) {
   QueueOf(event.model)->On(event);
   for (LeaseRecord* lease : records_.LeasesOf(event.model)) {
-    if (lease->release) Release(*lease);
+    if (lease->ending()) Release(*lease);
   }
 }
 
@@ -361,6 +361,11 @@ void Arbiter::On(const EndPhaseRequested& event) {
 // through.
 void Arbiter::Release(LeaseRecord& lease) {
   if (lease.state == LeaseState::kRevoked) return Drop(lease.id, "RELEASED");
+  // The word of one whose cells are still being filled is closed, and it need not wait for them.
+  if (lease.state == LeaseState::kFilling) {
+    lease.state = LeaseState::kRevoking;
+    return context_.effects.push_back(RevokeLease{lease.id, lease.generation});
+  }
   if (lease.state != LeaseState::kLive) return;
   lease.state = LeaseState::kRevoking;
   context_.effects.push_back(CloseAndRevoke{lease.id, lease.generation});
@@ -386,7 +391,7 @@ void Arbiter::On(const LeaseMapped& event) {
   if (lease == records_.leases.end() || lease->second.generation != event.generation) return;
   if (lease->second.state != LeaseState::kGranting) return;
   lease->second.state = LeaseState::kLive;
-  if (lease->second.release) return Release(lease->second);
+  if (lease->second.ending()) return Release(lease->second);
   QueueOf(lease->second.model)->OnLeaseLive(lease->second.model);
 }
 
@@ -395,7 +400,7 @@ void Arbiter::On(const LeaseReleased& event) {
   if (lease == records_.leases.end() || lease->second.generation != event.generation) return;
   if (lease->second.state != LeaseState::kRevoking && lease->second.state != LeaseState::kLive) return;
   lease->second.state = LeaseState::kRevoked;
-  if (lease->second.release) return Release(lease->second);
+  if (lease->second.ending()) return Release(lease->second);
   QueueOf(lease->second.model)->OnLeaseLet(lease->second.model);
 }
 
@@ -404,6 +409,7 @@ void Arbiter::On(const LeaseFailed& event) {
   if (lease == records_.leases.end()) return;
   if (!event.by_client) records_.models.at(lease->second.model).last_error = event.status;
   const std::string reason = ReasonOf(event.status);
+  QueueOf(lease->second.model)->OnLeaseFailed(event.lease, event.status);
   Drop(event.lease, reason.empty() ? "LEASE_FAILED" : reason, std::string(event.status.message()));
 }
 

@@ -266,8 +266,18 @@ void Broker::Do(const MeasureDevice& effect) {
 void Broker::Do(const RealizePlan& effect) {
   std::vector<std::pair<ModelId, std::vector<const Source*>>> givers;
   for (ModelId giver : effect.givers) givers.emplace_back(giver, SourcesOf(giver));
-  GpuOf(models_.at(effect.model)->device)
-      .Realize(effect, SourcesOf(effect.model), std::move(givers), [this](const PlanRealized& event) { Feed(event); });
+  const LoadedModel& model = *models_.at(effect.model);
+  for (const CellReader& reader : effect.readers) sessions_.BeginCells(reader.lease, reader.generation);
+  std::function<void(std::vector<CellToSend>)> filled;
+  if (!effect.readers.empty()) {
+    filled = [this, readers = effect.readers](std::vector<CellToSend> cells) {
+      for (const CellReader& reader : readers)
+        sessions_.SendCells(reader.lease, reader.generation, cells, /*last=*/false);
+    };
+  }
+  GpuOf(model.device)
+      .Realize(effect, model.checkpoint.layout, SourcesOf(effect.model), std::move(givers), std::move(filled),
+               [this](const PlanRealized& event) { Feed(event); });
   // What the core takes up next, after the transfer that the end has stopped.
   if (!ending_.ok()) GpuOf(models_.at(effect.model)->device).CancelRealize();
 }
@@ -306,7 +316,7 @@ void Broker::Do(const SendCells& effect) {
       .Export(lease->second.model, model.checkpoint.layout,
               [this, effect](absl::StatusOr<std::vector<CellToSend>> cells) {
                 if (!cells.ok()) return Feed(LeaseFailed{effect.lease, cells.status()});
-                sessions_.SendCells(effect.lease, effect.generation, *std::move(cells));
+                sessions_.SendCells(effect.lease, effect.generation, *cells);
               });
 }
 

@@ -33,6 +33,7 @@ bool DeviceQueue::GiveUp(RequestId request, const absl::Status& status) {
       activate->session = SessionId{};
     }
     if (job_->phase == Phase::kRevoking) TakeBack();
+    EndUnclaimed();
     StopUnwantedFill();
     return true;
   }
@@ -139,7 +140,7 @@ void DeviceQueue::On(const DeviceMeasured& event) {
       // A lease whose client is just mapping is about to be used; one that hung up cannot be asked.
       // Between its phases the owner of a claim has nothing on the GPU, and must find room for the next one.
       const bool mapping = lease->state != LeaseState::kLive && lease->holds_cells();
-      const bool waits = (mapping || phased) && !lease->release;
+      const bool waits = (mapping || phased) && !lease->ending();
       if (waits && std::find(in_use.begin(), in_use.end(), lease->id) == in_use.end()) in_use.push_back(lease->id);
       occupant.in_use |= waits || std::find(in_use.begin(), in_use.end(), lease->id) != in_use.end();
     }
@@ -187,9 +188,60 @@ void DeviceQueue::Fill() {
   ModelRecord& model = Model(job_->model);
   model.Apply(ModelChange::kActivationBegan);
   model.claimed_device_bytes = ClaimedBytes(model.layout, model.mode);
+  model.generation += 1;
   job_->phase = Phase::kFilling;
-  Emit(RealizePlan{model.id, ActivationPlan(model.layout, model.mode), job_->givers,
-                   std::get<ActivateRequested>(job_->request).skip_verification});
+  const auto& request = std::get<ActivateRequested>(job_->request);
+  RealizePlan effect{model.id, ActivationPlan(model.layout, model.mode), job_->givers, request.skip_verification, {}};
+  if (model.mode == ModelMode::kHeld) {
+    const bool had_one = records_.FindLease(request.session, model.id) != nullptr;
+    const LeaseRecord* own = LeaseFor(request, model);
+    if (own != nullptr && !had_one) job_->granted = own->id;
+    for (LeaseRecord* lease : records_.LeasesOf(model.id)) {
+      if (lease->state == LeaseState::kRevoked && !lease->ending()) effect.readers.push_back(AddReader(*lease));
+    }
+  }
+  Emit(std::move(effect));
+}
+
+// Its client is sent the cells that are about to be filled, each as it is.
+CellReader DeviceQueue::AddReader(LeaseRecord& lease) {
+  NextGeneration(lease);
+  lease.state = LeaseState::kFilling;
+  job_->readers.push_back(lease.id);
+  return {lease.id, lease.generation};
+}
+
+// What was filled is theirs.
+void DeviceQueue::ServeReaders() {
+  for (LeaseId id : job_->readers) {
+    const auto lease = records_.leases.find(id);
+    if (lease == records_.leases.end() || lease->second.state != LeaseState::kFilling) continue;
+    lease->second.state = LeaseState::kGranting;
+    Emit(Effect(residency::SendCells{id, lease->second.generation}));
+  }
+}
+
+// The filling came to nothing, or nobody waits for it any more: their clients let go of the cells that they have.
+void DeviceQueue::DismissReaders() {
+  for (LeaseId id : job_->readers) {
+    const auto lease = records_.leases.find(id);
+    if (lease != records_.leases.end()) DismissReader(lease->second);
+  }
+  EndUnclaimed();
+}
+
+void DeviceQueue::DismissReader(LeaseRecord& lease) {
+  if (lease.state != LeaseState::kFilling) return;
+  lease.state = LeaseState::kRevoking;
+  Emit(RevokeLease{lease.id, lease.generation});
+}
+
+// A lease that was made for this activation, whose caller will not be told of it.
+void DeviceQueue::EndUnclaimed() {
+  const auto lease = records_.leases.find(std::exchange(job_->granted, LeaseId{}));
+  if (lease == records_.leases.end()) return;
+  lease->second.unclaimed = true;
+  DismissReader(lease->second);
 }
 
 // Nobody uses the victim any more. It keeps its cells until the bytes that need their place are about to flow.
@@ -244,6 +296,7 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
     model.claimed_device_bytes = 0;
     if (!StoppedInTime(event)) model.last_error = event.status;
     job_->pooled = true;
+    DismissReaders();
     ReplyNow(event.status);
     return Finish();
   }
@@ -251,13 +304,13 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
   // Unset is not zero, nor "no limit": it leaves what an earlier activation said.
   const Budget& asked = std::get<ActivateRequested>(job_->request).budget;
   if (asked.device_bytes.has_value()) model.asked_device_bytes = asked.device_bytes;
-  model.generation += 1;
   model.last_used = context_.now;
   // All that it took, from the first effect to this event.
   const absl::Duration duration = context_.now - job_->began;
   model.last_activation = ActivationRecord{event.copied_bytes, duration, event.verified_cells, event.trusted_cells};
   model.last_error = absl::OkStatus();
   // Leases from before get their cells back, at the same addresses, without asking.
+  ServeReaders();
   ResendCells(model.id);
   const LeaseId lease = Grant(std::get<ActivateRequested>(job_->request), model);
   ActivateOutcome outcome = OutcomeOf(model, lease);
@@ -278,17 +331,22 @@ ActivateOutcome DeviceQueue::OutcomeOf(const ModelRecord& model, LeaseId lease) 
   return ActivateOutcome{.model = model.id, .lease = lease, .generation = generation};
 }
 
+// The session's lease, which is made where there is none; nullptr where nobody is there to take one.
+LeaseRecord* DeviceQueue::LeaseFor(const ActivateRequested& request, const ModelRecord& model) {
+  const auto session = records_.sessions.find(request.session);
+  if (session == records_.sessions.end() || session->second.hung_up) return nullptr;
+  if (LeaseRecord* lease = records_.FindLease(request.session, model.id)) return lease;
+  const LeaseId id{context_.next_lease++};
+  LeaseRecord& lease = records_.leases[id];
+  lease = LeaseRecord{.id = id, .session = request.session, .model = model.id, .since = context_.now};
+  Emit(GrantLease{id, request.session, model.id});
+  return &lease;
+}
+
 LeaseId DeviceQueue::Grant(const ActivateRequested& request, ModelRecord& model) {
   model.last_used = context_.now;
-  const auto session = records_.sessions.find(request.session);
-  if (session == records_.sessions.end() || session->second.hung_up) return LeaseId{};
-  LeaseRecord* lease = records_.FindLease(request.session, model.id);
-  if (lease == nullptr) {
-    const LeaseId id{context_.next_lease++};
-    lease = &records_.leases[id];
-    *lease = LeaseRecord{.id = id, .session = request.session, .model = model.id, .since = context_.now};
-    Emit(GrantLease{id, request.session, model.id});
-  }
+  LeaseRecord* lease = LeaseFor(request, model);
+  if (lease == nullptr) return LeaseId{};
   lease->working_bytes = request.working_bytes;
   if (records_.WantsCells(*lease)) SendCells(*lease);
   return lease->id;
@@ -300,12 +358,16 @@ void DeviceQueue::ResendCells(ModelId model) {
   }
 }
 
-void DeviceQueue::SendCells(LeaseRecord& lease) {
+// A lease that lost its cells while the model stayed active gets them as a new generation, since only that opens its
+// use word.
+void DeviceQueue::NextGeneration(LeaseRecord& lease) {
   ModelRecord& model = Model(lease.model);
-  // A lease that lost its cells while the model stayed active gets them as a new generation, since only that
-  // opens its use word.
   if (lease.generation == model.generation) model.generation += 1;
   lease.generation = model.generation;
+}
+
+void DeviceQueue::SendCells(LeaseRecord& lease) {
+  NextGeneration(lease);
   lease.state = LeaseState::kGranting;
   Emit(Effect(residency::SendCells{lease.id, lease.generation}));
 }

@@ -73,6 +73,9 @@ class DeviceQueue {
   bool On(const TimerFired& event);
   // A lease of one of its models holds no cells any more: released, failed or gone.
   void OnLeaseLet(ModelId model);
+  // A lease of one of its models is about to be dropped, since its client could not map: the phase that it waits for
+  // is refused with that.
+  void OnLeaseFailed(LeaseId lease, const absl::Status& status);
   // A lease of one of its models has mapped its cells.
   void OnLeaseLive(ModelId model);
 
@@ -108,6 +111,8 @@ class DeviceQueue {
     PhaseId left;                  // the phase that the request's lease was in
     std::vector<ModelId> victims;  // whose leases are still to be asked back
     std::vector<ModelId> givers;   // the victims that nobody uses any more: they give their cells to the fill
+    std::vector<LeaseId> readers;  // whose clients are sent what is being filled
+    LeaseId granted;               // a lease that was made for the request, which is not answered yet
     std::vector<std::string> evicted;
     bool replied = false;
     bool stopped = false;         // the fill was told to stop
@@ -151,7 +156,14 @@ class DeviceQueue {
   void TakenOff(ModelRecord& model);
   void ResendCells(ModelId model);
   void DropModelNow();
+  LeaseRecord* LeaseFor(const ActivateRequested& request, const ModelRecord& model);
   LeaseId Grant(const ActivateRequested& request, ModelRecord& model);
+  void NextGeneration(LeaseRecord& lease);
+  CellReader AddReader(LeaseRecord& lease);
+  void ServeReaders();
+  void DismissReaders();
+  void DismissReader(LeaseRecord& lease);
+  void EndUnclaimed();
   absl::Status NoRoom(const ModelRecord& model, uint64_t needed_bytes, const DeviceRoom& room,
                       const RoomDecision& decision, const std::vector<LeaseId>& in_use) const;
   ActivateOutcome OutcomeOf(const ModelRecord& model, LeaseId lease) const;

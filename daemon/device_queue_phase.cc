@@ -56,7 +56,7 @@ void DeviceQueue::Start(const BeginPhaseRequested& request) {
   const std::optional<uint32_t> component = FindComponent(model.layout, request.component);
   absl::Status status = CheckPhased(model);
   // One that hung up could be sent nothing.
-  if (lease == records_.leases.end() || lease->second.release || lease->second.state == LeaseState::kUnresponsive) {
+  if (lease == records_.leases.end() || lease->second.ending() || lease->second.state == LeaseState::kUnresponsive) {
     status = LeaseIsOver(request.lease);
   } else if (status.ok() && !component.has_value()) {
     status = NoSuchComponent(model, request.component);
@@ -95,6 +95,21 @@ void DeviceQueue::Start(const EndPhaseRequested& request) {
   Clear(model.id);
 }
 
+void DeviceQueue::OnLeaseFailed(LeaseId lease, const absl::Status& status) {
+  const auto is_its = [lease](const Request& request) {
+    const auto* begin = std::get_if<BeginPhaseRequested>(&request);
+    return begin != nullptr && begin->lease == lease;
+  };
+  std::vector<RequestId> refused;
+  if (job_.has_value() && is_its(job_->request)) refused.push_back(RequestOf(job_->request));
+  for (const std::deque<Waiting>* waiting : {&waiting_, &waiting_for_phase_}) {
+    for (const Waiting& entry : *waiting) {
+      if (is_its(entry.request)) refused.push_back(RequestOf(entry.request));
+    }
+  }
+  for (RequestId request : refused) GiveUp(request, status);
+}
+
 // Whoever is in no phase has let its cells go.
 void DeviceQueue::PhaseCleared() {
   ModelRecord& model = Model(job_->model);
@@ -124,13 +139,16 @@ void DeviceQueue::PhaseCleared() {
   // The one before goes first and by itself: undoing the filling, for a caller that gives up, would bring it back.
   if (is_on) return Unmap(model.id);
   job_->phase = Phase::kFilling;
-  Emit(RealizePlan{model.id, ComponentResident(model.layout, job_->component)});
+  RealizePlan effect{.model = model.id, .plan = ComponentResident(model.layout, job_->component)};
+  if (lease->second.state == LeaseState::kRevoked) effect.readers.push_back(AddReader(lease->second));
+  Emit(std::move(effect));
 }
 
 void DeviceQueue::EnterPhase(LeaseRecord& lease, const PlanRealized& moved) {
   lease.phase = PhaseId{context_.next_phase++};
   Model(lease.model).last_used = context_.now;
-  SendCells(lease);
+  ServeReaders();
+  if (records_.WantsCells(lease)) SendCells(lease);
   ReplyNow(absl::OkStatus(), PhaseOutcome{.phase = lease.phase,
                                           .generation = lease.generation,
                                           .bytes_moved = moved.copied_bytes,
@@ -150,6 +168,7 @@ void DeviceQueue::FinishPhase(const PlanRealized& event) {
     // What was there before is there again, or nobody knows what is there. Either way nobody is in a phase.
     if (!StoppedInTime(event)) model.last_error = event.status;
     if (event.broken) model.Apply(ModelChange::kBroke);
+    DismissReaders();
     ReplyNow(event.status);
     if (begin != nullptr) TakeOffLeft(model.id);
     return Finish();
@@ -162,8 +181,9 @@ void DeviceQueue::FinishPhase(const PlanRealized& event) {
   model.last_activation = ActivationRecord{event.copied_bytes, event.duration, event.verified_cells};
   model.last_error = absl::OkStatus();
   const auto lease = records_.leases.find(begin->lease);
-  const bool gone = lease == records_.leases.end() || lease->second.release;
+  const bool gone = lease == records_.leases.end() || lease->second.ending();
   if (!job_->replied && !gone) return EnterPhase(lease->second, event);
+  DismissReaders();
   ReplyNow(LeaseIsOver(begin->lease));
   TakeOffLeft(model.id);
   Finish();

@@ -321,13 +321,20 @@ struct DropModel {
 struct MeasureDevice {
   DeviceId device;
 };
+// A lease whose client is sent cells as a new generation.
+struct CellReader {
+  LeaseId lease;
+  uint64_t generation = 0;
+};
 // Takes the cells of `givers`, which nobody uses, under the model's addresses as they are needed, and the rest of them
-// off, whether or not the plan could be realized; -> PlanRealized
+// off, whether or not the plan could be realized; -> PlanRealized. Clients of `readers` are sent cells once they are
+// wholly overwritten, the rest of them with SendCells, which alone lets them be used.
 struct RealizePlan {
   ModelId model;
   Plan plan;
   std::vector<ModelId> givers;
   bool skip_verification = false;
+  std::vector<CellReader> readers;
 };
 // Nobody waits for the RealizePlan of `model` that is under way: it is to stop and be undone. Its PlanRealized comes
 // all the same, as CANCELLED unless it was through already.
@@ -349,7 +356,8 @@ struct GrantLease {
   SessionId session;
   ModelId model;
 };
-// Hands the session the descriptors of all resident cells; -> LeaseMapped or LeaseFailed.
+// Hands the session the descriptors of all resident cells that were not sent in this generation yet; -> LeaseMapped or
+// LeaseFailed.
 struct SendCells {
   LeaseId lease;
   uint64_t generation = 0;

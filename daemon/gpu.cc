@@ -72,9 +72,9 @@ void Gpu::RemoveModel(ModelId model, std::function<void(uint64_t)> done) {
   });
 }
 
-void Gpu::Realize(const RealizePlan& effect, std::vector<const Source*> sources,
+void Gpu::Realize(const RealizePlan& effect, const Layout& layout, std::vector<const Source*> sources,
                   std::vector<std::pair<ModelId, std::vector<const Source*>>> givers,
-                  std::function<void(PlanRealized)> done) {
+                  std::function<void(std::vector<CellToSend>)> filled, std::function<void(PlanRealized)> done) {
   realizing_ = std::stop_source();
   std::vector<Giver> emptied;
   for (auto& [giver, giver_sources] : givers) {
@@ -82,9 +82,16 @@ void Gpu::Realize(const RealizePlan& effect, std::vector<const Source*> sources,
   }
   Run(
       *loop_,
-      [this, effect, arena = arenas_.at(effect.model).get(), sources = std::move(sources), emptied = std::move(emptied),
-       stop = realizing_.get_token()] {
-        const RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
+      [this, effect, &layout, arena = arenas_.at(effect.model).get(), sources = std::move(sources),
+       emptied = std::move(emptied), filled = std::move(filled), stop = realizing_.get_token()] {
+        RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
+        if (filled) {
+          options.filled = [&](std::span<const uint32_t> indices) {
+            // What cannot be had now is asked for again with the rest, where a refusal is told.
+            auto cells = memory_->Export(*arena, layout, indices);
+            if (cells.ok()) decision_.Post([filled, cells = *std::move(cells)]() mutable { filled(std::move(cells)); });
+          };
+        }
         return memory_->Realize(effect.model, *arena, effect.plan, sources, options, emptied);
       },
       std::move(done));

@@ -11,14 +11,15 @@
 #include "mechanisms/units.h"
 
 namespace residency {
-absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Open(const Driver& driver, int ordinal) {
+absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Open(const Driver& driver, int ordinal,
+                                                           const ArenaOptions& arena_options) {
   auto device = Device::Open(driver, ordinal);
   if (!device.ok()) return device.status();
   absl::Status usable = (*device)->Probe();
   if (ReasonOf(usable) == "DEVICE_LOST") return usable;
   // A card that others have filled says nothing about what it can do; its activations are refused for room.
   if (ReasonOf(usable) == "GPU_MEMORY") usable = absl::OkStatus();
-  std::unique_ptr<GpuMemory> memory(new GpuMemory(*std::move(device), std::move(usable)));
+  std::unique_ptr<GpuMemory> memory(new GpuMemory(*std::move(device), std::move(usable), arena_options));
   auto digester = Digester::Create(*memory->device_);
   if (!digester.ok()) return digester.status();
   memory->digester_ = *std::move(digester);
@@ -31,7 +32,7 @@ void GpuMemory::Close() {
 }
 
 absl::StatusOr<std::unique_ptr<Arena>> GpuMemory::Reserve(const Layout& layout) {
-  return Arena::Create(*device_, pool_, *digester_, layout);
+  return Arena::Create(*device_, pool_, *digester_, layout, arena_options_);
 }
 
 PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources,
@@ -105,9 +106,10 @@ CellsVerified GpuMemory::Verify(ModelId model, Arena& arena, std::span<const Sou
   return verified;
 }
 
-absl::StatusOr<std::vector<CellToSend>> GpuMemory::Export(Arena& arena, const Layout& layout) {
+absl::StatusOr<std::vector<CellToSend>> GpuMemory::Export(Arena& arena, const Layout& layout,
+                                                          std::span<const uint32_t> indices) {
   std::vector<CellToSend> cells;
-  for (uint32_t index : arena.MappedCells()) {
+  for (uint32_t index : indices) {
     const auto descriptor = arena.Descriptor(index);
     if (!descriptor.ok()) return descriptor.status();
     UniqueFd copy(fcntl(*descriptor, F_DUPFD_CLOEXEC, 0));
@@ -116,7 +118,7 @@ absl::StatusOr<std::vector<CellToSend>> GpuMemory::Export(Arena& arena, const La
       return Refuse(status.code(), "DESCRIPTOR_LIMIT", std::string(status.message()));
     }
     const LayoutCell& place = layout.cells[index];
-    cells.push_back({index, place.device_offset, place.bytes, std::move(copy)});
+    cells.push_back({index, place.device_offset, place.bytes, std::make_shared<const UniqueFd>(std::move(copy))});
   }
   return cells;
 }

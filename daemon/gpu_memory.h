@@ -58,7 +58,8 @@ struct Giver {
 class GpuMemory {
  public:
   // Opens the GPU and probes what it can do. A GPU that cannot map or share is opened all the same, see usable().
-  static absl::StatusOr<std::unique_ptr<GpuMemory>> Open(const Driver& driver, int ordinal);
+  static absl::StatusOr<std::unique_ptr<GpuMemory>> Open(const Driver& driver, int ordinal,
+                                                         const ArenaOptions& arena_options = {});
 
   const Device& device() const { return *device_; }
   // FAILED_PRECONDITION/NO_VMM or NO_EXPORT, as Device::Probe says.
@@ -70,8 +71,11 @@ class GpuMemory {
   PlanRealized Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources,
                        RealizeOptions options = {}, std::span<const Giver> givers = {});
   CellsVerified Verify(ModelId model, Arena& arena, std::span<const Source* const> sources);
-  // Descriptors for all resident cells, duplicates that are the caller's.
-  absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout);
+  // Descriptors for resident cells, duplicates that are the caller's: of `cells`, or of all.
+  absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout, std::span<const uint32_t> cells);
+  absl::StatusOr<std::vector<CellToSend>> Export(Arena& arena, const Layout& layout) {
+    return Export(arena, layout, arena.MappedCells());
+  }
   // Gives idle cells back to the driver; without its device.
   PoolTrimmed Trim();
   uint64_t pool_idle_bytes() const { return pool_.idle_bytes(); }
@@ -83,9 +87,10 @@ class GpuMemory {
   GpuMeasurement Measure(const std::map<ModelId, const Arena*>& arenas) const;
 
  private:
-  GpuMemory(std::unique_ptr<Device> device, absl::Status usable)
-      : device_(std::move(device)), usable_(std::move(usable)), pool_(*device_) {}
+  GpuMemory(std::unique_ptr<Device> device, absl::Status usable, const ArenaOptions& arena_options)
+      : arena_options_(arena_options), device_(std::move(device)), usable_(std::move(usable)), pool_(*device_) {}
 
+  const ArenaOptions arena_options_;
   const std::unique_ptr<Device> device_;
   const absl::Status usable_;
   CellPool pool_;

@@ -84,7 +84,7 @@ std::vector<LeaseRecord*> Records::LeasesOf(ModelId model) {
 
 bool Records::WantsCells(const LeaseRecord& lease) const {
   const ModelRecord& model = models.at(lease.model);
-  return lease.state == LeaseState::kRevoked && !lease.release && model.state == ModelState::kActive &&
+  return lease.state == LeaseState::kRevoked && !lease.ending() && model.state == ModelState::kActive &&
          (model.mode == ModelMode::kHeld || lease.phase);
 }
 
@@ -97,7 +97,7 @@ bool Records::IsInPhase(ModelId model, LeaseId except) const {
 
 LeaseRecord* Records::FindLease(SessionId session, ModelId model) {
   for (auto& [id, lease] : leases) {
-    if (lease.session == session && lease.model == model && !lease.release) return &lease;
+    if (lease.session == session && lease.model == model && !lease.ending()) return &lease;
   }
   return nullptr;
 }

@@ -26,6 +26,7 @@
 namespace residency {
 
 enum class LeaseState : uint8_t {
+  kFilling,       // cells are sent to the client as they are filled; it uses none before all of them are
   kGranting,      // cells are on their way to the client
   kLive,          // mapped, and open for use
   kRevoking,      // asked to let its cells go
@@ -41,9 +42,12 @@ struct LeaseRecord {
   uint64_t generation = 0;  // of the cells it got last
   uint64_t working_bytes = 0;
   absl::Time since;
-  RequestId release;  // its client wants it to end, and waits for that
-  PhaseId phase;      // of a phased model: it is in the phase of the component that is on the GPU
+  RequestId release;       // its client wants it to end, and waits for that
+  bool unclaimed = false;  // made for an activation that came to nothing, so that nobody knows of it: to end too
+  PhaseId phase;           // of a phased model: it is in the phase of the component that is on the GPU
 
+  // Whether it is to end once it holds no cells.
+  bool ending() const { return release || unclaimed; }
   // Whether its process may have cells mapped.
   bool holds_cells() const { return state != LeaseState::kRevoked; }
 };

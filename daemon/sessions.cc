@@ -138,14 +138,27 @@ void Sessions::GrantLease(SessionId id, const v1::LeaseGranted& grant) {
   }
 }
 
-void Sessions::SendCells(LeaseId id, uint64_t generation, std::vector<CellToSend> cells) {
+void Sessions::BeginCells(LeaseId id, uint64_t generation) {
+  const auto lease = leases_.find(id);
+  if (lease == leases_.end() || lease->second.generation >= generation) return;
+  lease->second.generation = generation;
+  lease->second.sent.clear();
+}
+
+void Sessions::SendCells(LeaseId id, uint64_t generation, const std::vector<CellToSend>& all, bool last) {
   const auto lease = leases_.find(id);
   if (lease == leases_.end()) return;
   Session& session = sessions_.at(lease->second.session);
-  if (session.hung_up) return;
-  lease->second.generation = generation;
+  BeginCells(id, generation);
+  const bool over = lease->second.generation != generation || lease->second.revoked_generation == generation;
+  if (session.hung_up || over) return;
+  std::vector<CellToSend> cells;
+  for (const CellToSend& cell : all) {
+    if (lease->second.sent.insert(cell.index).second) cells.push_back(cell);
+  }
+  if (cells.empty() && !last) return;
   size_t next = 0;
-  // A model without any cell is one empty packet, so that its word opens too.
+  // Where nothing is left to send, one empty packet opens the word.
   do {
     QueuedCells queued;
     queued.what.lease = id;
@@ -162,7 +175,7 @@ void Sessions::SendCells(LeaseId id, uint64_t generation, std::vector<CellToSend
       queued.what.cells.push_back(cells[next].index);
       queued.what.bytes.push_back(cells[next].bytes);
     }
-    queued.what.last = next == cells.size();
+    queued.what.last = last && next == cells.size();
     message.set_last(queued.what.last);
     lease->second.packets += 1;
     session.queued.push_back(std::move(queued));
@@ -177,7 +190,7 @@ void Sessions::Pump(Session& session) {
     const auto lease = leases_.find(queued.what.lease);
     if (lease == leases_.end()) continue;
     std::vector<int> descriptors;
-    for (const UniqueFd& descriptor : queued.descriptors) descriptors.push_back(descriptor.get());
+    for (const auto& descriptor : queued.descriptors) descriptors.push_back(descriptor->get());
     lease->second.held.insert(queued.what.cells.begin(), queued.what.cells.end());
     absl::Status status = session.credit.OnSent();
     if (status.ok()) status = Send(session, queued.packet, descriptors);
@@ -194,9 +207,18 @@ void Sessions::Revoke(LeaseId id, uint64_t generation) {
   if (lease == leases_.end()) return;
   Session& session = sessions_.at(lease->second.session);
   if (session.hung_up) return;
+  lease->second.revoked_generation = generation;
+  lease->second.packets -= static_cast<uint32_t>(
+      std::erase_if(session.queued, [&](const QueuedCells& queued) { return queued.what.lease == id; }));
+  lease->second.revoke_waits = lease->second.packets > 0;
+  if (!lease->second.revoke_waits) SendRevoke(session, id, lease->second);
+}
+
+void Sessions::SendRevoke(Session& session, LeaseId id, Lease& lease) {
+  lease.revoke_waits = false;
   v1::DaemonPacket packet;
   packet.mutable_revoke()->set_lease_id(id.value);
-  packet.mutable_revoke()->set_generation(generation);
+  packet.mutable_revoke()->set_generation(lease.revoked_generation);
   if (auto status = Send(session, packet); !status.ok()) {
     loop_.Post([this, session_id = session.id, status] { HangUp(session_id, status); });
   }

@@ -35,13 +35,13 @@ struct DaemonIdentity {
   std::string sim_directory;
 };
 
-// A cell on its way to a client. The descriptor is a duplicate, so what the arena does meanwhile is its own
-// affair.
+// A cell on its way to clients. The descriptor is a duplicate, so what the arena does meanwhile is its own
+// affair; it is closed once the last client has it.
 struct CellToSend {
   uint32_t index = 0;
   uint64_t device_offset = 0;
   uint64_t bytes = 0;
-  UniqueFd descriptor;
+  std::shared_ptr<const UniqueFd> descriptor;
 };
 
 class Sessions {
@@ -60,7 +60,12 @@ class Sessions {
   // Effects of the core. A lease or session that is gone makes them do nothing; a session for which there are no
   // descriptors or memory left ends.
   void GrantLease(SessionId session, const v1::LeaseGranted& grant);
-  void SendCells(LeaseId lease, uint64_t generation, std::vector<CellToSend> cells);
+  // A generation of which cells will come, so that it can be revoked before the first one does.
+  void BeginCells(LeaseId lease, uint64_t generation);
+  // Some cells of the generation, or, with `last`, all of them, of which those are left out that were sent. Nothing
+  // where it was revoked, or another one began.
+  void SendCells(LeaseId lease, uint64_t generation, const std::vector<CellToSend>& cells, bool last = true);
+  // Once the client has acknowledged what is on its way to it; what is not yet, stays here.
   void Revoke(LeaseId lease, uint64_t generation);
   void EndLease(LeaseId lease, const std::string& reason, const std::string& message);
 
@@ -80,7 +85,7 @@ class Sessions {
   struct QueuedCells {
     PacketInFlight what;
     v1::DaemonPacket packet;
-    std::vector<UniqueFd> descriptors;
+    std::vector<std::shared_ptr<const UniqueFd>> descriptors;
   };
   struct Session {
     SessionId id;
@@ -100,8 +105,11 @@ class Sessions {
     UniqueFd page;
     UseWordMapping mapping;
     UseWord word;
-    uint64_t generation = 0;              // sent last, or on its way
-    uint32_t packets = 0;                 // of it that are not acknowledged yet
+    uint64_t generation = 0;              // begun last
+    uint64_t revoked_generation = 0;      // asked back last
+    bool revoke_waits = false;            // for acknowledgements
+    uint32_t packets = 0;                 // of the generation that are not acknowledged yet
+    std::set<uint32_t> sent;              // cells of the generation that are on their way, or were
     std::set<uint32_t> held;              // cells that the client may have mapped: sent, and not released
     std::map<uint32_t, uint64_t> mapped;  // bytes of the cells acknowledged
   };
@@ -114,6 +122,7 @@ class Sessions {
   absl::Status OnLeaseFailed(Session& session, const v1::LeaseFailed& failed);
   absl::StatusOr<Lease*> LeaseOf(Session& session, LeaseId lease);
   void Pump(Session& session);
+  void SendRevoke(Session& session, LeaseId id, Lease& lease);
   absl::Status Send(Session& session, const v1::DaemonPacket& packet, std::span<const int> descriptors = {});
   void WatchChannel(Session& session);
   void HangUp(SessionId id, const absl::Status& why);

@@ -118,6 +118,7 @@ absl::Status Sessions::OnCellsMapped(Session& session, const v1::CellsMapped& ma
   if (*lease != nullptr) {
     for (size_t i = 0; i < packet.cells.size(); ++i) (*lease)->mapped[packet.cells[i]] = packet.bytes[i];
     (*lease)->packets -= 1;
+    if ((*lease)->revoke_waits && (*lease)->packets == 0) SendRevoke(session, id, **lease);
     if (packet.last) tell_(LeaseMapped{id, packet.generation});
   }
   Pump(session);

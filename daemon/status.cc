@@ -35,6 +35,7 @@ v1::ModelState StateOf(ModelState state) {
 
 v1::LeaseState StateOf(LeaseState state) {
   switch (state) {
+    case LeaseState::kFilling:
     case LeaseState::kGranting:
       return v1::LEASE_STATE_GRANTING;
     case LeaseState::kLive:

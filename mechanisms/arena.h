@@ -18,6 +18,7 @@
 #define RESIDENCY_MECHANISMS_ARENA_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -65,6 +66,10 @@ struct ArenaOptions {
   // 4 TB/s), and a launch waits up to 2.4 ms behind a client that keeps the GPU busy, while this many bytes take that
   // long to come. On an idle H200 64 to 512 MiB are alike, 2 GiB cost 0.4 ms more (tests/bench/results).
   uint64_t digest_batch_bytes = 128 * kMiB;
+  CopyPieces pieces;
+  // Cells that RealizeOptions::filled is told of at once, at least. Each telling is a packet to every client, which
+  // maps eight cells of 64 MiB in half a millisecond, while they take nine to come (H200).
+  size_t filled_cells_at_once = 8;
 };
 
 class Arena;
@@ -79,6 +84,9 @@ struct RealizeOptions {
   // Arenas of the same device that are to be emptied, which nobody uses any more: their cells are taken off as they are
   // needed, and the rest of them while the last bytes flow. The caller empties each afterwards, whatever the outcome.
   std::span<Arena* const> givers;
+  // Told of cells that have come and are wholly overwritten, a few at a time, while others are still on their way; not
+  // of the last ones. They are not verified yet, and may leave again. On the device loop; may be empty.
+  std::function<void(std::span<const uint32_t> cells)> filled;
 };
 
 struct VerifyReport {

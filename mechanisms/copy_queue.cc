@@ -25,6 +25,7 @@ absl::Status CopyQueue::Add(CUdeviceptr destination, const std::byte* source, ui
     if (!copied.ok()) return copied;
     done_bytes += part_bytes;
     open_bytes_ += part_bytes;
+    added_bytes_ += part_bytes;
     if (open_bytes_ == piece_bytes_) {
       if (auto status = EndPiece(); !status.ok()) return status;
     }
@@ -37,7 +38,8 @@ absl::Status CopyQueue::AwaitTurn() {
   if (pieces_ < kPiecesUnderWay) return absl::OkStatus();
   const StreamEvent& end = ends_[(pieces_ - kPiecesUnderWay) % ends_.size()];
   if (auto status = device_.Synchronize(end); !status.ok()) return status;
-  if (pieces_ == kPiecesUnderWay || piece_bytes_ == kMaxPieceBytes) return absl::OkStatus();
+  arrived_bytes_ = end_bytes_[(pieces_ - kPiecesUnderWay) % ends_.size()];
+  if (pieces_ == kPiecesUnderWay || piece_bytes_ >= most_bytes_) return absl::OkStatus();
   const StreamEvent& before = ends_[(pieces_ - kPiecesUnderWay - 1) % ends_.size()];
   const auto took = device_.Elapsed(before, end);
   if (!took.ok()) return took.status();
@@ -52,6 +54,7 @@ absl::Status CopyQueue::EndPiece() {
     if (!event.ok()) return event.status();
     end = *std::move(event);
   }
+  end_bytes_[pieces_ % ends_.size()] = added_bytes_;
   ++pieces_;
   open_bytes_ = 0;
   return device_.Record(end, stream_);

@@ -297,8 +297,24 @@ TEST_CASE("A component that could not be brought on leaves nothing of itself, an
   CHECK(ReasonOf(rig.OnlyReply().status) == "GPU_MEMORY");
   CHECK_FALSE(rig.Has<RealizePlan>());
   CHECK(rig.flux().device_bytes == 0);
+  // Its client may have been sent cells of it.
+  const RevokeLease revoked = rig.Take<RevokeLease>().at(0);
+  rig.Feed(LeaseReleased{revoked.lease, revoked.generation});
   rig.effects.clear();
   CHECK(rig.Enter(0, "vae").bytes_moved == kVaeBytes);
+}
+
+TEST_CASE("A client that cannot map its component while it is filled is told why, and nobody fills on for it") {
+  PhasedRig rig;
+  rig.Begin(0, "vae");
+  const LeaseId lease = rig.Take<RealizePlan>().at(0).readers.at(0).lease;
+  rig.Feed(LeaseFailed{lease, Refuse(absl::StatusCode::kAborted, "GPU_MEMORY", "no room for a context"), true});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "GPU_MEMORY");
+  CHECK(rig.Take<EndLease>().at(0).lease == lease);
+  CHECK(rig.Take<CancelRealize>().size() == 1);
+  rig.Feed(PlanRealized{.model = rig.model_id, .status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "stopped")});
+  CHECK(rig.flux().state == ModelState::kActive);
+  CHECK_FALSE(rig.Has<Reply>());
 }
 
 TEST_CASE("A component that could not be taken off is taken off when its phase is ended again") {
@@ -365,6 +381,10 @@ TEST_CASE("A phase whose caller gives up is stopped and taken off, unless anothe
   CHECK(rig.Take<CancelRealize>().size() == (wanted ? 0 : 1));
   if (wanted) {
     rig.Feed(PlanRealized{.model = rig.model_id, .device_bytes = kTransformerBytes, .copied_bytes = kTransformerBytes});
+    // Whoever gave up is in no phase, and lets go of what it was sent.
+    const RevokeLease revoked = rig.Take<RevokeLease>().at(0);
+    rig.Feed(UseWordsClosed{rig.model_id, {}});
+    rig.Feed(LeaseReleased{revoked.lease, revoked.generation});
     CHECK(rig.Entered().bytes_moved == 0);
   } else {
     rig.Feed(

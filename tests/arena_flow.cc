@@ -132,6 +132,28 @@ TEST_CASE("A fill that is not to be verified digests nothing, and says so") {
   CHECK(rig.HoldsItsSources(AllResident(rig.layout)));
 }
 
+TEST_CASE(
+    "Cells are told of in their order once their bytes are there, while others still come, and the last ones never") {
+  ArenaRig rig(TestDriver(), {.pieces = {2 * kMiB, 2 * kMiB}, .filled_cells_at_once = 1});
+  std::vector<uint32_t> told;
+  bool right = true;
+  RealizeOptions options;
+  options.filled = [&](std::span<const uint32_t> cells) {
+    told.insert(told.end(), cells.begin(), cells.end());
+    Plan those = NoneResident(rig.layout);
+    for (uint32_t cell : cells) those.cells[cell] = CellResidency::kResident;
+    right = right && rig.HoldsItsSources(those);
+  };
+  REQUIRE(rig.arena->Realize(AllResident(rig.layout), rig.sources(), options).ok());
+  CHECK(right);
+  // 8 pieces, of which the first two are through when the sixth is begun, and four when the last is.
+  CHECK(told == std::vector<uint32_t>{0, 1});
+  told.clear();
+  REQUIRE(rig.Realize(FirstResident(rig.layout)).ok());
+  REQUIRE(rig.arena->Realize(AllResident(rig.layout), rig.sources(), options).ok());
+  CHECK(told == std::vector<uint32_t>{1});
+}
+
 TEST_CASE("A swap takes the giver's cells as it needs them: the first byte flows before the last cell is taken off") {
   const Driver driver = LoggingDriver();
   ArenaRig rig(driver);

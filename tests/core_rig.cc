@@ -56,11 +56,12 @@ RigCheckpoint::RigCheckpoint(std::string name, const std::vector<uint64_t>& comp
   }
 }
 
-CoreRig::CoreRig(uint64_t budget_bytes, std::vector<RigCheckpoint*> checkpoints)
+CoreRig::CoreRig(uint64_t budget_bytes, std::vector<RigCheckpoint*> checkpoints, uint64_t piece_bytes)
     : checkpoints_(std::move(checkpoints)), truth_(OpenTestDevice()) {
   FaultDriver::Reset();
   ranges_at_start_ = FaultDriver::holdings().ranges.size();
-  memory_ = Must(GpuMemory::Open(FaultDriver::Table(), 0));
+  memory_ =
+      Must(GpuMemory::Open(FaultDriver::Table(), 0, {.pieces = {piece_bytes, piece_bytes}, .filled_cells_at_once = 1}));
   for (RigCheckpoint* checkpoint : checkpoints_) {
     pins_.push_back(Must(truth_->RegisterHost(checkpoint->bytes().data(), checkpoint->bytes().size())));
   }
@@ -331,7 +332,15 @@ void CoreRig::Do(const RealizePlan& effect) {
     for (ModelId id : effect.givers) {
       givers.push_back({id, models_.at(id).arena.get(), models_.at(id).checkpoint->sources()});
     }
-    const RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
+    RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
+    if (!effect.readers.empty()) {
+      options.filled = [&](std::span<const uint32_t> indices) {
+        const auto cells = memory_->Export(*model.arena, model.checkpoint->layout(), indices);
+        if (!cells.ok()) return;
+        NoteInodes(model, *cells);
+        for (const CellReader& reader : effect.readers) PushCells(reader, *cells, /*last=*/false);
+      };
+    }
     PlanRealized event =
         memory_->Realize(effect.model, *model.arena, effect.plan, model.checkpoint->sources(), options, givers);
     event.duration = absl::ZeroDuration();

@@ -54,7 +54,8 @@ class RigCheckpoint {
 class CoreRig {
  public:
   // One card, of which the broker may hold `budget_bytes`. The checkpoints are what can be registered, by their names.
-  CoreRig(uint64_t budget_bytes, std::vector<RigCheckpoint*> checkpoints);
+  // Copies go in pieces of `piece_bytes`: the smaller, the more cells are sent to clients while others are filled.
+  CoreRig(uint64_t budget_bytes, std::vector<RigCheckpoint*> checkpoints, uint64_t piece_bytes = 2 * kMiB);
   // Everything must have been unloaded, see CheckEmpty; else it is kept for the process's life.
   ~CoreRig();
   CoreRig(const CoreRig&) = delete;
@@ -115,6 +116,7 @@ class CoreRig {
     AddressRange span;
     std::map<uint32_t, ClientCell> cells;
     uint64_t generation = 0;
+    bool open = false;  // all cells of the generation came
     int uses = 0;
     bool revoke_pending = false;
   };
@@ -126,6 +128,7 @@ class CoreRig {
     const RigCheckpoint* checkpoint = nullptr;
     UniqueFd page;
     std::vector<CellToSend> cells;
+    bool last = false;
   };
   struct Client {
     std::deque<Packet> inbox;
@@ -164,11 +167,15 @@ class CoreRig {
   uint64_t answered() const { return replies_.size(); }
   uint64_t realized() const { return realized_; }
   uint64_t mapped_by_clients() const { return mapped_by_clients_; }
+  uint64_t early_cells() const { return early_cells_; }
 
  private:
   struct DaemonLease {
     SessionId session;
     std::optional<UseWordMapping> page;
+    uint64_t generation = 0;  // sent last, as are its `cells`
+    std::set<uint32_t> cells;
+    uint64_t revoked_generation = 0;
   };
   using Answer = std::function<Event()>;
 
@@ -193,6 +200,8 @@ class CoreRig {
   void Do(const EndLease& effect);
   void Do(const SetTimer& effect);
 
+  void PushCells(const CellReader& reader, const std::vector<CellToSend>& cells, bool last);
+  void NoteInodes(const LiveModel& model, const std::vector<CellToSend>& cells);
   void OnCells(Client& client, ClientLease& lease, Packet packet);
   void TryTake(Client& client, ClientLease& lease);
   void LetGo(ClientLease& lease);
@@ -229,6 +238,7 @@ class CoreRig {
   uint64_t events_fed_ = 0;
   uint64_t realized_ = 0;
   uint64_t mapped_by_clients_ = 0;
+  uint64_t early_cells_ = 0;
 };
 
 }  // namespace residency

@@ -104,12 +104,14 @@ bool CoreRig::DeliverPacket(SessionId to) {
       OnCells(client, lease->second, std::move(packet));
       break;
     case Packet::Kind::kRevoke:
-      if (packet.generation != lease->second.generation) break;
+      // Also of a generation of which no cell has come.
+      if (packet.generation < lease->second.generation) break;
+      lease->second.generation = packet.generation;
       lease->second.revoke_pending = true;
       TryTake(client, lease->second);
       break;
     case Packet::Kind::kEnded:
-      if (!lease->second.cells.empty())
+      if (lease->second.open && !lease->second.cells.empty())
         complaint_ = absl::StrCat("lease ", packet.lease.value, " ended with its cells");
       LetGo(lease->second);
       client.leases.erase(lease);
@@ -121,21 +123,29 @@ bool CoreRig::DeliverPacket(SessionId to) {
 }
 
 void CoreRig::OnCells(Client& client, ClientLease& lease, Packet packet) {
-  lease.generation = packet.generation;
-  if (!lease.cells.empty()) complaint_ = absl::StrCat("lease ", lease.id.value, " was sent cells it has");
+  if (std::exchange(lease.generation, packet.generation) != packet.generation && !lease.cells.empty()) {
+    complaint_ = absl::StrCat("lease ", lease.id.value, " was sent a generation before it let the other one go");
+  }
   if (std::exchange(client.fails_next, false)) {
     client.outbox.push_back(LeaseFailed{lease.id, absl::AbortedError("no room for the mapping"), /*by_client=*/true});
+    LetGo(lease);
     client.leases.erase(lease.id);
     return;
   }
   for (const CellToSend& cell : packet.cells) {
+    if (lease.cells.contains(cell.index)) complaint_ = absl::StrCat("lease ", lease.id.value, " was sent cells it has");
     const CUdeviceptr address = lease.span.get() + cell.device_offset;
-    CellMemory memory = Must(truth_->Import(cell.descriptor.get(), cell.bytes));
+    CellMemory memory = Must(truth_->Import(cell.descriptor->get(), cell.bytes));
     Must(truth_->Map(address, memory));
     Must(truth_->SetAccess(address, cell.bytes, Access::kReadOnly));
-    lease.cells[cell.index] = {std::move(memory), InodeOfFile(cell.descriptor.get())};
+    lease.cells[cell.index] = {std::move(memory), InodeOfFile(cell.descriptor->get())};
+  }
+  if (!packet.last) {
+    early_cells_ += packet.cells.size();
+    return;
   }
   ++mapped_by_clients_;
+  lease.open = true;
   Word(lease).Open();
   client.outbox.push_back(LeaseMapped{lease.id, lease.generation});
 }
@@ -146,6 +156,7 @@ void CoreRig::TryTake(Client& client, ClientLease& lease) {
   if (result == TakeResult::kInUse) return;
   lease.revoke_pending = false;
   if (result == TakeResult::kOpen) return;
+  lease.open = false;
   LetGo(lease);
   client.outbox.push_back(LeaseReleased{lease.id, lease.generation});
 }
@@ -189,18 +200,31 @@ void CoreRig::Do(const SendCells& effect) {
     if (!cells.ok()) {
       return [effect, status = cells.status()]() -> Event { return LeaseFailed{effect.lease, status}; };
     }
-    for (const CellToSend& cell : *cells) {
-      const auto handle = truth_->HandleAt(model.arena->address() + cell.device_offset);
-      if (handle.ok()) inodes_[*handle] = InodeOfFile(cell.descriptor.get());
-    }
-    if (Client* client = ClientOf(effect.lease)) {
-      client->inbox.push_back({.kind = Packet::Kind::kCells,
-                               .lease = effect.lease,
-                               .generation = effect.generation,
-                               .cells = *std::move(cells)});
-    }
+    NoteInodes(model, *cells);
+    PushCells({effect.lease, effect.generation}, *cells, /*last=*/true);
     return nullptr;
   });
+}
+
+void CoreRig::NoteInodes(const LiveModel& model, const std::vector<CellToSend>& cells) {
+  for (const CellToSend& cell : cells) {
+    const auto handle = truth_->HandleAt(model.arena->address() + cell.device_offset);
+    if (handle.ok()) inodes_[*handle] = InodeOfFile(cell.descriptor->get());
+  }
+}
+
+// As the daemon's sessions do: no cell twice in a generation, none of one that was revoked.
+void CoreRig::PushCells(const CellReader& reader, const std::vector<CellToSend>& cells, bool last) {
+  Client* client = ClientOf(reader.lease);
+  if (client == nullptr) return;
+  DaemonLease& lease = daemon_leases_.at(reader.lease);
+  if (lease.revoked_generation == reader.generation) return;
+  if (std::exchange(lease.generation, reader.generation) != reader.generation) lease.cells.clear();
+  Packet packet{.kind = Packet::Kind::kCells, .lease = reader.lease, .generation = reader.generation, .last = last};
+  for (const CellToSend& cell : cells) {
+    if (lease.cells.insert(cell.index).second) packet.cells.push_back(cell);
+  }
+  client->inbox.push_back(std::move(packet));
 }
 
 void CoreRig::Do(const CloseUseWords& effect) {
@@ -238,6 +262,7 @@ void CoreRig::Do(const CloseAndRevoke& effect) {
 
 void CoreRig::Do(const RevokeLease& effect) {
   if (Client* client = ClientOf(effect.lease)) {
+    daemon_leases_.at(effect.lease).revoked_generation = effect.generation;
     client->inbox.push_back({.kind = Packet::Kind::kRevoke, .lease = effect.lease, .generation = effect.generation});
   }
 }

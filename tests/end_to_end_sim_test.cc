@@ -102,6 +102,40 @@ TEST_CASE("A caller that leaves does not stop an activation that another one wai
   CHECK(slow.rig.Do({"verify", "slow"}).at("absent_cells") == 0);
 }
 
+TEST_CASE(
+    "A client maps cells while others are filled, uses none before all are, and gives them back if they never are") {
+  DaemonRig rig{{"--sim_link_bytes_per_second", "100000000", "--cell_bytes", "2MiB"}};
+  const Hashes truth = WriteCheckpoint(rig.Path("m.safetensors"), {127 * kMiB}, 82);
+  rig.Do({"register", "m", rig.Path("m.safetensors")});
+  ReaderClient reader(rig, "m");
+  const Json before = reader.Ask("hash");
+  CHECK(before.at("sha256") == truth);
+  rig.Do({"deactivate", "m"});
+  const auto maps_while_filled = [](const Json& status) {
+    const Json& model = status["models"][0];
+    const Json& lease = model["leases"][0];
+    return model["state"] == "activating" && lease["state"] == "granting" && lease["claimed_mapped_bytes"] > 0;
+  };
+  const auto leaves = rig.StartCtl({"activate", "m"});
+  rig.Await("the client maps what is there", maps_while_filled);
+  reader.Send("hash");
+  leaves->Kill();
+  rig.Await("it has let that go", [](const Json& status) {
+    const Json& lease = status["models"][0]["leases"][0];
+    return status["models"][0]["state"] == "inactive" && lease["state"] == "revoked" &&
+           lease["claimed_mapped_bytes"] == 0;
+  });
+  CHECK_FALSE(reader.process().HasLineWithin(absl::ZeroDuration()));
+  const auto stays = rig.StartCtl({"activate", "m"});
+  rig.Await("the client maps what is there", maps_while_filled);
+  CHECK_FALSE(reader.process().HasLineWithin(absl::ZeroDuration()));
+  const Json after = reader.Answer();
+  CHECK(after.at("sha256") == truth);
+  CHECK(after.at("addresses") == before.at("addresses"));
+  CHECK(stays->Wait() == 0);
+  CHECK(rig.Do({"verify", "m"}).at("refilled_cells") == 0);
+}
+
 TEST_CASE("SIGTERM ends a daemon within five seconds also while a long transfer is under way") {
   SlowModel slow;
   const auto caller = slow.rig.StartCtl({"activate", "slow"});

@@ -58,7 +58,7 @@ void Note(const Arguments& arguments, bool refused) {
     if (refused) ++holdings.refused_ranges;
   } else if constexpr (call == k_cuMemcpyHtoDAsync) {
     const auto& [to, from, bytes, stream] = arguments;
-    if (refused || bytes < 2 * kMiB || !Fate(kFlippedCopy)) return;
+    if (refused || bytes < kMiB / 4 || !Fate(kFlippedCopy)) return;
     const uint64_t place = bytes / 2 + 4096 + 8;
     uint64_t word = 0;
     std::memcpy(&word, static_cast<const char*>(from) + place, sizeof(word));

@@ -115,7 +115,7 @@ std::string Greet(PageChannel& channel) {
 std::vector<CellToSend> MakeCells(uint32_t count) {
   std::vector<CellToSend> cells;
   for (uint32_t i = 0; i < count; ++i) {
-    cells.push_back({i, i * uint64_t{4096}, 4096, UniqueFd(memfd_create("cell", MFD_CLOEXEC))});
+    cells.push_back({i, i * uint64_t{4096}, 4096, std::make_shared<const UniqueFd>(memfd_create("cell", MFD_CLOEXEC))});
   }
   return cells;
 }
@@ -201,6 +201,74 @@ TEST_CASE("At most two packets of cells are on their way unacknowledged, and eac
   CHECK(mapped.lease == LeaseId{1});
   CHECK(mapped.generation == 1);
   rig.OnLoop([&] { CHECK(rig.sessions().mapped_bytes(LeaseId{1}) == 200 * 4096); });
+}
+
+TEST_CASE("What was sent of a generation while it was filled is not sent again, and the last packet says so") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  Grant(rig, channel, Greet(channel));
+  std::vector<CellToSend> first = MakeCells(5);
+  first.resize(3);
+  rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, first, /*last=*/false); });
+  const Received early = Receive(channel);
+  CHECK(early.message.cells().cells_size() == 3);
+  CHECK_FALSE(early.message.cells().last());
+  Acknowledge(channel, early.message.cells());
+  SECTION("with what is left") {
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(5)); });
+    const Received rest = Receive(channel);
+    REQUIRE(rest.message.cells().cells_size() == 2);
+    CHECK(rest.message.cells().cells(0).index() == 3);
+    CHECK(rest.message.cells().last());
+    CHECK(rig.Events(1).size() == 1);
+    Acknowledge(channel, rest.message.cells());
+  }
+  SECTION("with nothing where nothing is left") {
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(3)); });
+    const Received rest = Receive(channel);
+    CHECK(rest.message.cells().cells_size() == 0);
+    CHECK(rest.message.cells().last());
+    Acknowledge(channel, rest.message.cells());
+  }
+  CHECK(std::get<LeaseMapped>(rig.Events(2).at(1)).generation == 1);
+}
+
+TEST_CASE("A generation that is being sent is asked back once what is on its way was acknowledged") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  Grant(rig, channel, Greet(channel));
+  v1::ClientPacket released;
+  released.mutable_released()->set_lease_id(1);
+  released.mutable_released()->set_generation(1);
+  SECTION("with the packets that wait for the client left here") {
+    rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(200), /*last=*/false); });
+    std::vector<v1::Cells> packets;
+    for (int i = 0; i < 2; ++i) packets.push_back(Receive(channel).message.cells());
+    rig.OnLoop([&] {
+      rig.sessions().Revoke(LeaseId{1}, 1);
+      rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(201));
+    });
+    Acknowledge(channel, packets[0]);
+    CHECK(NothingComes(channel));
+    Acknowledge(channel, packets[1]);
+    for (const v1::Cells& cells : packets) {
+      for (const v1::Cell& cell : cells.cells()) released.mutable_released()->add_cells(cell.index());
+    }
+  }
+  SECTION("also before any of it was sent") {
+    rig.OnLoop([&] {
+      rig.sessions().BeginCells(LeaseId{1}, 1);
+      rig.sessions().Revoke(LeaseId{1}, 1);
+      rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(2), /*last=*/false);
+    });
+  }
+  CHECK(Receive(channel).message.revoke().generation() == 1);
+  Send(channel, released);
+  CHECK(std::get<LeaseReleased>(rig.Events(2).at(1)).generation == 1);
+  CHECK(NothingComes(channel));
+  // The next one comes whole.
+  rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 2, MakeCells(3)); });
+  CHECK(Receive(channel).message.cells().cells_size() == 3);
 }
 
 TEST_CASE("Cells that were released piece by piece are all gone with the last one") {

@@ -14,6 +14,7 @@ constexpr size_t kMostClients = 5;
 constexpr uint64_t kStepsPerFullCompare = 512;
 // Two or three of the models fit beside each other, and none of the larger ones with all.
 constexpr uint64_t kBudgetBytes = 12 * kMiB;
+constexpr uint64_t kPieceBytes = kMiB / 4;
 
 constexpr const char* kNames[] = {"one", "two", "mix", "parts", "phases"};
 
@@ -51,10 +52,11 @@ WalkCounts& WalkCounts::operator+=(const WalkCounts& other) {
   faults += other.faults;
   broken += other.broken;
   phases += other.phases;
+  early_cells += other.early_cells;
   return *this;
 }
 
-Walk::Walk(uint64_t seed) : random_(seed), rig_(kBudgetBytes, Checkpoints()) {
+Walk::Walk(uint64_t seed) : random_(seed), rig_(kBudgetBytes, Checkpoints(), kPieceBytes) {
   for (const char* name : kNames) rig_.Register(name);
 }
 
@@ -69,6 +71,7 @@ std::string Walk::Run(uint64_t steps) {
   counts_.answers = rig_.answered();
   counts_.realized = rig_.realized();
   counts_.mapped = rig_.mapped_by_clients();
+  counts_.early_cells = rig_.early_cells();
   counts_.faults = FaultDriver::hits();
   return wrong;
 }

@@ -26,7 +26,8 @@ std::ostream& operator<<(std::ostream& out, const WalkCounts& counts) {
   return out << counts.steps << " steps: " << counts.events << " events, " << counts.answers << " answers, "
              << counts.realized << " plans realized, " << counts.mapped << " times mapped, " << counts.uses << " uses, "
              << counts.deaths << " deaths, " << counts.faults << " faults hit, " << counts.broken
-             << " broken at the end, " << counts.phases << " phases asked for";
+             << " broken at the end, " << counts.phases << " phases asked for, " << counts.early_cells
+             << " cells mapped while others were filled";
 }
 
 // False where something did not hold.
@@ -64,6 +65,7 @@ TEST_CASE("Whatever happens in whatever order, nothing is lent twice, lost, wron
     CHECK(sum.deaths > 50);
     CHECK(sum.faults > 500);
     CHECK(sum.phases > 1000);
+    CHECK(sum.early_cells > 500);
   }
   std::cout << walks << " walks, " << failed << " failed, " << sum << std::endl;
   CHECK(failed == 0);
