@@ -395,10 +395,20 @@ void Arbiter::On(const LeaseMapped& event) {
   QueueOf(lease->second.model)->OnLeaseLive(lease->second.model);
 }
 
-void Arbiter::On(const LeaseReleased& event) {
+void Arbiter::On(const LeaseReleasing& event) {
   const auto lease = records_.leases.find(event.lease);
   if (lease == records_.leases.end() || lease->second.generation != event.generation) return;
   if (lease->second.state != LeaseState::kRevoking && lease->second.state != LeaseState::kLive) return;
+  lease->second.state = LeaseState::kReleasing;
+  QueueOf(lease->second.model)->OnLeaseReleasing(lease->second.model);
+}
+
+void Arbiter::On(const LeaseReleased& event) {
+  const auto lease = records_.leases.find(event.lease);
+  if (lease == records_.leases.end() || lease->second.generation != event.generation) return;
+  const bool holds = lease->second.state == LeaseState::kRevoking || lease->second.state == LeaseState::kReleasing ||
+                     lease->second.state == LeaseState::kLive;
+  if (!holds) return;
   lease->second.state = LeaseState::kRevoked;
   if (lease->second.ending()) return Release(lease->second);
   QueueOf(lease->second.model)->OnLeaseLet(lease->second.model);

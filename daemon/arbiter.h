@@ -66,6 +66,7 @@ class Arbiter {
   void On(const SessionHungUp& event);
   void On(const SessionEnded& event);
   void On(const LeaseMapped& event);
+  void On(const LeaseReleasing& event);
   void On(const LeaseReleased& event);
   void On(const LeaseFailed& event);
 

@@ -264,8 +264,14 @@ void Broker::Do(const MeasureDevice& effect) {
 }
 
 void Broker::Do(const RealizePlan& effect) {
-  std::vector<std::pair<ModelId, std::vector<const Source*>>> givers;
-  for (ModelId giver : effect.givers) givers.emplace_back(giver, SourcesOf(giver));
+  std::vector<Giver> givers;
+  for (ModelId giver : effect.givers) {
+    const auto held = std::make_shared<HeldCells>();
+    for (const auto& [id, lease] : arbiter_.records().leases) {
+      if (lease.model == giver && lease.holds_cells()) sessions_.ShowHeld(id, held);
+    }
+    givers.push_back({.model = giver, .sources = SourcesOf(giver), .held = held});
+  }
   const LoadedModel& model = *models_.at(effect.model);
   for (const CellReader& reader : effect.readers) sessions_.BeginCells(reader.lease, reader.generation);
   std::function<void(std::vector<CellToSend>)> filled;

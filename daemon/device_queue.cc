@@ -68,6 +68,22 @@ void DeviceQueue::StopUnwantedFill() {
   Emit(CancelRealize{job_->model});
 }
 
+// A client that had begun to let a victim's cells go has not come to the end of it.
+void DeviceQueue::StopHinderedFill() {
+  for (ModelId giver : job_->givers) {
+    std::vector<LeaseId> holders;
+    for (const LeaseRecord* lease : records_.LeasesOf(giver)) {
+      if (lease->holds_cells()) holders.push_back(lease->id);
+    }
+    if (holders.empty()) continue;
+    ReplyNow(records_.InUse(Model(giver).name, holders, context_.now));
+    if (auto* activate = std::get_if<ActivateRequested>(&job_->request)) activate->session = SessionId{};
+    EndUnclaimed();
+    if (!std::exchange(job_->stopped, true)) Emit(CancelRealize{job_->model});
+    return;
+  }
+}
+
 void DeviceQueue::Pump() {
   // A request that is answered at once ends in Finish, which pumps; the loop below goes on then.
   if (std::exchange(pumping_, true)) return;
@@ -271,6 +287,11 @@ void DeviceQueue::FinishGivers(const PlanRealized& event) {
     ModelRecord& giver = Model(emptied.model);
     giver.device_bytes = emptied.device_bytes;
     job_->pooled = true;
+    if (emptied.kept) {
+      giver.Apply(ModelChange::kDeactivationUndone);
+      ResendCells(giver.id);
+      continue;
+    }
     if (emptied.status.ok()) {
       TakenOff(giver);
       job_->evicted.push_back(giver.name);

@@ -5,8 +5,9 @@
 // pure; called by the arbiter within a step.
 //
 // A job runs through these phases (each waits for the event in brackets):
-//   activate:   kMeasuring [DeviceMeasured], for each victim kClosing and kRevoking as below, kFilling [PlanRealized],
-//               which also takes the victims off
+//   activate:   kMeasuring [DeviceMeasured], for each victim kClosing and kRevoking as below, but no longer than until
+//               each lease lets its cells go [LeaseReleasing], kFilling [PlanRealized], which also takes the victims
+//               off
 //   deactivate: kClosing [UseWordsClosed], kRevoking [LeaseReleased of each], kUnmapping [PlanRealized];
 //               when the time is up while kRevoking: kReopening [UseWordsReopened], and it is undone
 //   unload:     as deactivate where active, kDropping [ModelDropped]
@@ -71,6 +72,8 @@ class DeviceQueue {
   void On(const UseWordsReopened& event);
   // A timer that this queue set; false where it is not one of them.
   bool On(const TimerFired& event);
+  // A lease of one of its models lets its cells go, one after the other.
+  void OnLeaseReleasing(ModelId model);
   // A lease of one of its models holds no cells any more: released, failed or gone.
   void OnLeaseLet(ModelId model);
   // A lease of one of its models is about to be dropped, since its client could not map: the phase that it waits for
@@ -135,6 +138,7 @@ class DeviceQueue {
   void KeepGivers();
   void FinishGivers(const PlanRealized& event);
   void StopUnwantedFill();
+  void StopHinderedFill();
   bool StoppedInTime(const PlanRealized& event) const;
   void FinishActivation(const PlanRealized& event);
   void Clear(ModelId model);

@@ -97,6 +97,10 @@ void DeviceQueue::OnLeaseLet(ModelId model) {
   Pump();
 }
 
+void DeviceQueue::OnLeaseReleasing(ModelId model) {
+  if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) CheckRevoked();
+}
+
 void DeviceQueue::OnLeaseLive(ModelId model) {
   if (job_.has_value() && job_->phase == Phase::kRevoking && job_->clearing == model) CheckRevoked();
 }
@@ -112,7 +116,10 @@ void DeviceQueue::CheckRevoked() {
     Emit(CloseUseWords{job_->clearing, std::move(live), !drains()});
     return;
   }
+  // A victim's cells are filled anew as they come free, so that the link need not wait for the last of them.
+  const bool gives = std::holds_alternative<ActivateRequested>(job_->request);
   for (const LeaseRecord* lease : records_.LeasesOf(job_->clearing)) {
+    if (gives && lease->state == LeaseState::kReleasing) continue;
     if (lease->holds_cells() && MustLetGo(*lease)) return;
   }
   LetGo();
@@ -130,6 +137,7 @@ bool DeviceQueue::On(const TimerFired& event) {
   if (!job_.has_value()) return true;
   job_->timed_out = true;
   if (job_->phase == Phase::kRevoking) TakeBack();
+  if (job_->phase == Phase::kFilling) StopHinderedFill();
   return true;
 }
 

@@ -120,12 +120,13 @@ struct DeviceMeasured {
   std::vector<LeaseId> leases_in_use;  // on models of this device, as their use words say
 };
 
-// What became of a model that a RealizePlan had emptied; `device_bytes` is measured afterwards.
+// What became of a model that a RealizePlan was to empty; `device_bytes` is measured afterwards.
 struct GiverEmptied {
   ModelId model;
   absl::Status status;  // where not OK, all of it is there again, unless broken; and the plan was not realized
   bool broken = false;
   uint64_t device_bytes = 0;
+  bool kept = false;  // the plan was not realized, and all of it is there
 };
 
 // RealizePlan is done; `device_bytes` is measured afterwards, in either case.
@@ -214,6 +215,12 @@ struct LeaseMapped {
   uint64_t generation = 0;
 };
 
+// The client has let some cells of the generation go, and is about to let go of the rest: nothing can call that back.
+struct LeaseReleasing {
+  LeaseId lease;
+  uint64_t generation = 0;
+};
+
 // The client has let all cells of the generation go.
 struct LeaseReleased {
   LeaseId lease;
@@ -231,7 +238,7 @@ using Event = std::variant<RegisterRequested, UnloadRequested, ActivateRequested
                            ReleaseLeaseRequested, BeginPhaseRequested, EndPhaseRequested, TrimRequested,
                            RequestCancelled, MirrorsBuilt, DeviceMeasured, PlanRealized, CellsVerified, PoolTrimmed,
                            ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired, SessionOpened, SessionHungUp,
-                           SessionEnded, LeaseMapped, LeaseReleased, LeaseFailed>;
+                           SessionEnded, LeaseMapped, LeaseReleasing, LeaseReleased, LeaseFailed>;
 
 // ---- Effects. ----
 
@@ -326,9 +333,9 @@ struct CellReader {
   LeaseId lease;
   uint64_t generation = 0;
 };
-// Takes the cells of `givers`, which nobody uses, under the model's addresses as they are needed, and the rest of them
-// off, whether or not the plan could be realized; -> PlanRealized. Clients of `readers` are sent cells once they are
-// wholly overwritten, the rest of them with SendCells, which alone lets them be used.
+// Takes the cells of `givers`, which nobody uses, under the model's addresses as they are needed and clients have let
+// them go, and the rest of them off; -> PlanRealized, which says what became of them. Clients of `readers` are sent
+// cells once they are wholly overwritten, the rest of them with SendCells, which alone lets them be used.
 struct RealizePlan {
   ModelId model;
   Plan plan;

@@ -73,17 +73,14 @@ void Gpu::RemoveModel(ModelId model, std::function<void(uint64_t)> done) {
 }
 
 void Gpu::Realize(const RealizePlan& effect, const Layout& layout, std::vector<const Source*> sources,
-                  std::vector<std::pair<ModelId, std::vector<const Source*>>> givers,
-                  std::function<void(std::vector<CellToSend>)> filled, std::function<void(PlanRealized)> done) {
+                  std::vector<Giver> givers, std::function<void(std::vector<CellToSend>)> filled,
+                  std::function<void(PlanRealized)> done) {
   realizing_ = std::stop_source();
-  std::vector<Giver> emptied;
-  for (auto& [giver, giver_sources] : givers) {
-    emptied.push_back({giver, arenas_.at(giver).get(), std::move(giver_sources)});
-  }
+  for (Giver& giver : givers) giver.arena = arenas_.at(giver.model).get();
   Run(
       *loop_,
       [this, effect, &layout, arena = arenas_.at(effect.model).get(), sources = std::move(sources),
-       emptied = std::move(emptied), filled = std::move(filled), stop = realizing_.get_token()] {
+       givers = std::move(givers), filled = std::move(filled), stop = realizing_.get_token()] {
         RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
         if (filled) {
           options.filled = [&](std::span<const uint32_t> indices) {
@@ -92,7 +89,7 @@ void Gpu::Realize(const RealizePlan& effect, const Layout& layout, std::vector<c
             if (cells.ok()) decision_.Post([filled, cells = *std::move(cells)]() mutable { filled(std::move(cells)); });
           };
         }
-        return memory_->Realize(effect.model, *arena, effect.plan, sources, options, emptied);
+        return memory_->Realize(effect.model, *arena, effect.plan, sources, options, givers);
       },
       std::move(done));
 }

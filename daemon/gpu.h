@@ -57,11 +57,11 @@ class Gpu {
   // Unmaps and forgets the model, then calls `done`; nothing touches its layout and sources from then on.
   void RemoveModel(ModelId model, std::function<void(uint64_t device_bytes)> done);
 
-  // `givers` are models of this GPU too, with their sources. `filled` gets descriptors of cells as
+  // `givers` are models of this GPU too, their arenas are filled in here. `filled` gets descriptors of cells as
   // RealizeOptions::filled tells of them, all before `done`; it may be empty.
   void Realize(const RealizePlan& effect, const Layout& layout, std::vector<const Source*> sources,
-               std::vector<std::pair<ModelId, std::vector<const Source*>>> givers,
-               std::function<void(std::vector<CellToSend>)> filled, std::function<void(PlanRealized)> done);
+               std::vector<Giver> givers, std::function<void(std::vector<CellToSend>)> filled,
+               std::function<void(PlanRealized)> done);
   // Stops the Realize that was told last, and undoes it, where it is not through yet; it is done with CANCELLED then.
   void CancelRealize() { realizing_.request_stop(); }
   void Verify(ModelId model, std::vector<const Source*> sources, std::function<void(CellsVerified)> done);

@@ -11,6 +11,12 @@
 #include "mechanisms/units.h"
 
 namespace residency {
+namespace {
+
+bool IsHeld(const Giver& giver) { return giver.held != nullptr && giver.held->any(); }
+
+}  // namespace
+
 absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Open(const Driver& driver, int ordinal,
                                                            const ArenaOptions& arena_options) {
   auto device = Device::Open(driver, ordinal);
@@ -42,6 +48,7 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
   std::vector<Arena*> giver_arenas;
   std::vector<Plan> giver_plans;
   for (const Giver& giver : givers) {
+    giver.arena->set_held(giver.held.get());
     giver_arenas.push_back(giver.arena);
     giver_plans.push_back(giver.arena->CurrentPlan());
   }
@@ -63,8 +70,13 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
   }
   for (size_t i = 0; i < givers.size(); ++i) {
     Arena& giver = *givers[i].arena;
-    GiverEmptied emptied{.model = givers[i].model, .status = giver.Empty()};
-    if (!emptied.status.ok()) {
+    giver.set_held(nullptr);
+    GiverEmptied emptied{.model = givers[i].model};
+    const bool untouched = giver.CurrentPlan() == giver_plans[i];
+    if (!realized.status.ok() && (untouched || IsHeld(givers[i]))) {
+      if (!untouched) emptied.status = giver.Return(giver_plans[i], givers[i].sources);
+      emptied.kept = emptied.status.ok();
+    } else if (emptied.status = giver.Empty(); !emptied.status.ok()) {
       // There is room for one of the two.
       if (realized.status.ok()) {
         realized.status = emptied.status;

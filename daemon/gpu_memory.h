@@ -23,6 +23,7 @@
 #include "mechanisms/cell_pool.h"
 #include "mechanisms/device.h"
 #include "mechanisms/digester.h"
+#include "mechanisms/held_cells.h"
 #include "mechanisms/layout.h"
 #include "mechanisms/source.h"
 
@@ -53,6 +54,7 @@ struct Giver {
   ModelId model;
   Arena* arena = nullptr;
   std::vector<const Source*> sources;
+  std::shared_ptr<const HeldCells> held;  // which of its cells clients have still; null: none
 };
 
 class GpuMemory {
@@ -67,7 +69,8 @@ class GpuMemory {
 
   // Reserves the addresses of a model. `layout` and this must outlive the arena.
   absl::StatusOr<std::unique_ptr<Arena>> Reserve(const Layout& layout);
-  // `options.givers` is what `givers` say.
+  // `options.givers` is what `givers` say. Where the plan cannot be realized, those of them stay that gave nothing yet,
+  // or of which clients have something still; the others are taken off all the same.
   PlanRealized Realize(ModelId model, Arena& arena, const Plan& plan, std::span<const Source* const> sources,
                        RealizeOptions options = {}, std::span<const Giver> givers = {});
   CellsVerified Verify(ModelId model, Arena& arena, std::span<const Source* const> sources);

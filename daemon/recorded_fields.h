@@ -52,7 +52,7 @@ RESIDENCY_RECORDED(DeviceMeasured, device, status, total_bytes, free_bytes, pool
                    leases_in_use);
 RESIDENCY_RECORDED(PlanRealized, model, status, broken, device_bytes, copied_bytes, verified_cells, refilled_cells,
                    unmapped_bytes, pooled_bytes, freed_bytes, copied_to_host_bytes, duration, givers, trusted_cells);
-RESIDENCY_RECORDED(GiverEmptied, model, status, broken, device_bytes);
+RESIDENCY_RECORDED(GiverEmptied, model, status, broken, device_bytes, kept);
 RESIDENCY_RECORDED(CellsVerified, model, status, broken, verified_cells, refilled_cells, absent_cells, duration);
 RESIDENCY_RECORDED(PoolTrimmed, device, status, trimmed_bytes, freed_bytes);
 RESIDENCY_RECORDED(ModelDropped, model, host_bytes, device_bytes);
@@ -63,6 +63,7 @@ RESIDENCY_RECORDED(SessionOpened, session, pid, uid, client);
 RESIDENCY_RECORDED(SessionHungUp, session);
 RESIDENCY_RECORDED(SessionEnded, session);
 RESIDENCY_RECORDED(LeaseMapped, lease, generation);
+RESIDENCY_RECORDED(LeaseReleasing, lease, generation);
 RESIDENCY_RECORDED(LeaseReleased, lease, generation);
 RESIDENCY_RECORDED(LeaseFailed, lease, status, by_client);
 

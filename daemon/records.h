@@ -30,6 +30,7 @@ enum class LeaseState : uint8_t {
   kGranting,      // cells are on their way to the client
   kLive,          // mapped, and open for use
   kRevoking,      // asked to let its cells go
+  kReleasing,     // lets them go one after the other
   kRevoked,       // holds no cell; the next generation brings them back
   kUnresponsive,  // hung up, but its process lives and may have cells mapped
 };

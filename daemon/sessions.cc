@@ -228,6 +228,7 @@ void Sessions::EndLease(LeaseId id, const std::string& reason, const std::string
   const auto lease = leases_.find(id);
   if (lease == leases_.end()) return;
   const auto session = sessions_.find(lease->second.session);
+  LetGo(lease->second, std::set<uint32_t>(lease->second.held));
   leases_.erase(lease);
   if (session == sessions_.end()) return;
   session->second.leases.erase(id);
@@ -240,6 +241,23 @@ void Sessions::EndLease(LeaseId id, const std::string& reason, const std::string
   if (auto status = Send(session->second, packet); !status.ok()) {
     loop_.Post([this, session_id = session->first, status] { HangUp(session_id, status); });
   }
+}
+
+void Sessions::ShowHeld(LeaseId id, std::shared_ptr<HeldCells> held) {
+  const auto lease = leases_.find(id);
+  if (lease == leases_.end()) return;
+  held->Hold(lease->second.held);
+  lease->second.shown = std::move(held);
+}
+
+// The client has `cells` no more, all of which it held.
+void Sessions::LetGo(Lease& lease, const std::set<uint32_t>& cells) {
+  if (lease.shown != nullptr) lease.shown->LetGo(cells);
+  for (uint32_t cell : cells) {
+    lease.held.erase(cell);
+    lease.mapped.erase(cell);
+  }
+  if (lease.held.empty()) lease.shown.reset();
 }
 
 UseWord* Sessions::Word(LeaseId lease) {
@@ -290,7 +308,11 @@ void Sessions::End(SessionId id) {
   if (session.pidfd.valid()) loop_.Unwatch(session.pidfd.get());
   const bool was_open = !session.wire_id.empty();
   by_wire_id_.erase(session.wire_id);
-  for (LeaseId lease : session.leases) leases_.erase(lease);
+  for (LeaseId id : session.leases) {
+    Lease& lease = leases_.at(id);
+    LetGo(lease, std::set<uint32_t>(lease.held));
+    leases_.erase(id);
+  }
   sessions_.erase(found);
   if (was_open) tell_(SessionEnded{id});
 }

@@ -21,6 +21,7 @@
 #include "daemon/events.h"
 #include "daemon/ids.h"
 #include "daemon/loop.h"
+#include "mechanisms/held_cells.h"
 #include "mechanisms/page_channel.h"
 #include "mechanisms/unique_fd.h"
 #include "mechanisms/use_word.h"
@@ -69,6 +70,10 @@ class Sessions {
   void Revoke(LeaseId lease, uint64_t generation);
   void EndLease(LeaseId lease, const std::string& reason, const std::string& message);
 
+  // Adds what the lease's client may have mapped to `held`, and takes it off as the client lets it go, or goes itself.
+  // For as long as the generation lasts; one follower at a time.
+  void ShowHeld(LeaseId lease, std::shared_ptr<HeldCells> held);
+
   // The use word of a lease, or nullptr.
   UseWord* Word(LeaseId lease);
   // What the client acknowledged to have mapped.
@@ -110,6 +115,7 @@ class Sessions {
     bool revoke_waits = false;            // for acknowledgements
     uint32_t packets = 0;                 // of the generation that are not acknowledged yet
     std::set<uint32_t> sent;              // cells of the generation that are on their way, or were
+    std::shared_ptr<HeldCells> shown;     // where `held` is shown, too
     std::set<uint32_t> held;              // cells that the client may have mapped: sent, and not released
     std::map<uint32_t, uint64_t> mapped;  // bytes of the cells acknowledged
   };
@@ -122,6 +128,7 @@ class Sessions {
   absl::Status OnLeaseFailed(Session& session, const v1::LeaseFailed& failed);
   absl::StatusOr<Lease*> LeaseOf(Session& session, LeaseId lease);
   void Pump(Session& session);
+  static void LetGo(Lease& lease, const std::set<uint32_t>& cells);
   void SendRevoke(Session& session, LeaseId id, Lease& lease);
   absl::Status Send(Session& session, const v1::DaemonPacket& packet, std::span<const int> descriptors = {});
   void WatchChannel(Session& session);

@@ -137,13 +137,18 @@ absl::Status Sessions::OnReleased(Session& session, const v1::Released& released
     return ProtocolError(absl::StrCat("generation ", released.generation(), " of lease ", id.value,
                                       " was released before it was all acknowledged"));
   }
+  std::set<uint32_t> cells;
   for (uint32_t cell : released.cells()) {
-    if ((*lease)->held.erase(cell) == 0) {
+    if (!(*lease)->held.contains(cell) || !cells.insert(cell).second) {
       return ProtocolError(absl::StrCat("cell ", cell, " of lease ", id.value, " was released, but not held"));
     }
-    (*lease)->mapped.erase(cell);
   }
-  if ((*lease)->held.empty()) tell_(LeaseReleased{id, released.generation()});
+  LetGo(**lease, cells);
+  if ((*lease)->held.empty()) {
+    tell_(LeaseReleased{id, released.generation()});
+  } else if (!cells.empty()) {
+    tell_(LeaseReleasing{id, released.generation()});
+  }
   return absl::OkStatus();
 }
 
@@ -152,7 +157,7 @@ absl::Status Sessions::OnLeaseFailed(Session& session, const v1::LeaseFailed& fa
   auto lease = LeaseOf(session, id);
   if (!lease.ok()) return lease.status();
   if (*lease == nullptr) return absl::OkStatus();
-  (*lease)->held.clear();
+  LetGo(**lease, std::set<uint32_t>((*lease)->held));
   const absl::Status status =
       Refuse(absl::StatusCode::kAborted, failed.reason().empty() ? "LEASE_FAILED" : failed.reason(),
              absl::StrCat("pid ", session.peer.pid, " could not map: ", failed.message()));

@@ -41,6 +41,7 @@ v1::LeaseState StateOf(LeaseState state) {
     case LeaseState::kLive:
       return v1::LEASE_STATE_LIVE;
     case LeaseState::kRevoking:
+    case LeaseState::kReleasing:
       return v1::LEASE_STATE_REVOKING;
     case LeaseState::kRevoked:
       return v1::LEASE_STATE_REVOKED;

@@ -32,6 +32,7 @@
 #include "mechanisms/copy_queue.h"
 #include "mechanisms/device.h"
 #include "mechanisms/digester.h"
+#include "mechanisms/held_cells.h"
 #include "mechanisms/layout.h"
 #include "mechanisms/plan.h"
 #include "mechanisms/source.h"
@@ -82,7 +83,8 @@ struct RealizeOptions {
   // CopyQueue::kPiecesUnderWay pieces.
   std::stop_token stop;
   // Arenas of the same device that are to be emptied, which nobody uses any more: their cells are taken off as they are
-  // needed, and the rest of them while the last bytes flow. The caller empties each afterwards, whatever the outcome.
+  // needed and clients have let them go (see Arena::set_held), and the rest of them while the last bytes flow. After a
+  // failure it is the caller's to empty each, or to Return it.
   std::span<Arena* const> givers;
   // Told of cells that have come and are wholly overwritten, a few at a time, while others are still on their way; not
   // of the last ones. They are not verified yet, and may leave again. On the device loop; may be empty.
@@ -113,7 +115,11 @@ class Arena {
   absl::StatusOr<RealizeReport> Realize(const Plan& plan, std::span<const Source* const> sources,
                                         const RealizeOptions& options = {});
 
-  // Takes off what a Realize of others has left of this giver. On failure the caller decides between Return and Break.
+  // For a giver: which of its cells clients have still, which are not taken off before they have let them go. It
+  // outlives the Realize of the other arena; nullptr: none.
+  void set_held(const HeldCells* held) { held_ = held; }
+  // Takes off what a Realize of others has left of this giver; no client may have any of it. On failure the caller
+  // decides between Return and Break.
   absl::Status Empty();
   // Realizes a plan of before again, and verifies all of it; the arena is broken where that fails.
   absl::Status Return(const Plan& before, std::span<const Source* const> sources);
@@ -165,12 +171,14 @@ class Arena {
   absl::Status Remove(const std::vector<uint32_t>& cells, RealizeReport& report);
   absl::Status Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
                    const RealizeOptions& wished, RealizeReport& report);
-  absl::Status Stock(const std::vector<uint32_t>& cells, std::span<Arena* const> givers);
+  absl::Status Stock(const std::vector<uint32_t>& cells, const RealizeOptions& options);
   absl::Status Enqueue(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
                        const RealizeOptions& options, RealizeReport& report);
-  absl::Status Give(uint64_t bytes);
-  absl::StatusOr<Cell> TakeCell(uint64_t bytes, std::span<Arena* const> givers);
-  absl::Status MapCell(uint32_t cell, std::span<Arena* const> givers);
+  absl::Status GiveRest(const RealizeOptions& options);
+  absl::Status Give(uint64_t bytes, const std::stop_token& stop);
+  absl::Status AwaitLetGo(uint32_t cell, const std::stop_token& stop) const;
+  absl::StatusOr<Cell> TakeCell(uint64_t bytes, const RealizeOptions& options);
+  absl::Status MapCell(uint32_t cell, const RealizeOptions& options);
   absl::Status OpenCell(uint32_t cell);
   absl::StatusOr<uint64_t> CopyCell(uint32_t cell, std::span<const Source* const> sources, Readers readers,
                                     CopyQueue& copies);
@@ -192,7 +200,8 @@ class Arena {
   Stream stream_;
   std::map<uint32_t, Cell> mapped_;  // the cells that lie under the span, by index
   std::set<uint32_t> unopened_;  // those of them that the device may not touch: opening failed, and so did unmapping
-  bool busy_ = false;            // copies to, or digests of, cells may still be under way
+  const HeldCells* held_ = nullptr;
+  bool busy_ = false;  // copies to, or digests of, cells may still be under way
   bool broken_ = false;
 };
 

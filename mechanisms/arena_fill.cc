@@ -10,14 +10,14 @@ namespace residency {
 
 absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
                         const RealizeOptions& wished, RealizeReport& report) {
-  if (cells.empty()) return absl::OkStatus();
+  if (cells.empty()) return GiveRest(wished);
   RealizeOptions options = wished;
   // What is known of no byte yet has to be learnt now, or there would be nothing to verify against later.
   const uint64_t trusted_cells = CountUndigested(cells, sources);
   options.verify |= trusted_cells > 0;
   if (options.stop.stop_requested()) return CopyQueue::Stopped();
   if (auto status = CheckSources(cells, sources); !status.ok()) return status;
-  if (auto status = Stock(cells, options.givers); !status.ok()) return status;
+  if (auto status = Stock(cells, options); !status.ok()) return status;
   busy_ = true;
   absl::Status status = options.verify ? digester_.Begin(ItemsOf(cells)) : absl::OkStatus();
   if (status.ok()) status = Enqueue(cells, sources, options, report);
@@ -41,11 +41,11 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
 }
 
 // Sees to it that the pool and the givers have a cell for each of `cells`.
-absl::Status Arena::Stock(const std::vector<uint32_t>& cells, std::span<Arena* const> givers) {
+absl::Status Arena::Stock(const std::vector<uint32_t>& cells, const RealizeOptions& options) {
   CellCounts missing;  // what the givers will not supply
   for (uint32_t cell : cells) ++missing[layout_.cells[cell].bytes];
   std::vector<std::pair<Arena*, uint32_t>> surplus;  // what the givers have beyond what is needed
-  for (Arena* giver : givers) {
+  for (Arena* giver : options.givers) {
     for (const auto& [cell, memory] : giver->mapped_) {
       const auto size = missing.find(memory.memory.bytes());
       if (size != missing.end() && size->second > 0) {
@@ -59,6 +59,7 @@ absl::Status Arena::Stock(const std::vector<uint32_t>& cells, std::span<Arena* c
   const uint64_t create_bytes = pool_.MissingBytes(missing);
   for (const auto& [giver, cell] : surplus) {
     if (pool_.IdleBytesBeyond(missing) >= create_bytes) break;
+    if (auto status = giver->AwaitLetGo(cell, options.stop); !status.ok()) return status;
     RealizeReport report;
     if (auto status = giver->Remove({cell}, report); !status.ok()) return status;
   }
@@ -107,7 +108,7 @@ absl::Status Arena::Enqueue(const std::vector<uint32_t>& cells, std::span<const 
   uint64_t undigested_bytes = 0;
   for (size_t next_to_copy = 0; next_to_copy < cells.size(); ++next_to_copy) {
     while (next_to_map < cells.size() && (next_to_map <= next_to_copy || ahead_bytes < options_.map_ahead_bytes)) {
-      if (auto status = MapCell(cells[next_to_map], options.givers); !status.ok()) return status;
+      if (auto status = MapCell(cells[next_to_map], options); !status.ok()) return status;
       ahead_bytes += layout_.cells[cells[next_to_map]].bytes;
       ++next_to_map;
     }
@@ -127,39 +128,60 @@ absl::Status Arena::Enqueue(const std::vector<uint32_t>& cells, std::span<const 
     }
   }
   // The last bytes are still on their way meanwhile.
+  return GiveRest(options);
+}
+
+absl::Status Arena::GiveRest(const RealizeOptions& options) {
   for (Arena* giver : options.givers) {
-    if (auto status = giver->Give(giver->layout_.span_bytes); !status.ok()) return status;
+    if (auto status = giver->Give(giver->layout_.span_bytes, options.stop); !status.ok()) return status;
   }
   return absl::OkStatus();
 }
 
-// Puts at least so many bytes of its cells into the pool, the last ones first, or all it has.
-absl::Status Arena::Give(uint64_t bytes) {
-  std::vector<uint32_t> cells;
-  uint64_t given_bytes = 0;
-  for (auto cell = mapped_.rbegin(); cell != mapped_.rend() && given_bytes < bytes; ++cell) {
-    cells.push_back(cell->first);
-    given_bytes += cell->second.memory.bytes();
+// Puts at least so many bytes of its cells into the pool, or all it has, waiting for clients that have them still. The
+// first ones first, as clients let them go.
+absl::Status Arena::Give(uint64_t bytes, const std::stop_token& stop) {
+  for (uint64_t given_bytes = 0; given_bytes < bytes && !mapped_.empty();) {
+    const uint64_t changes = held_ == nullptr ? 0 : held_->changes();
+    std::vector<uint32_t> cells;
+    for (auto cell = mapped_.begin(); cell != mapped_.end() && given_bytes < bytes; ++cell) {
+      if (held_ != nullptr && held_->IsHeld(cell->first)) continue;
+      cells.push_back(cell->first);
+      given_bytes += cell->second.memory.bytes();
+    }
+    if (cells.empty()) {
+      if (!held_->AwaitChange(changes, stop)) return CopyQueue::Stopped();
+      continue;
+    }
+    RealizeReport report;
+    if (auto status = Remove(cells, report); !status.ok()) return status;
   }
-  std::reverse(cells.begin(), cells.end());
-  RealizeReport report;
-  return Remove(cells, report);
+  return absl::OkStatus();
 }
 
-absl::StatusOr<Cell> Arena::TakeCell(uint64_t bytes, std::span<Arena* const> givers) {
+absl::Status Arena::AwaitLetGo(uint32_t cell, const std::stop_token& stop) const {
+  while (held_ != nullptr) {
+    const uint64_t changes = held_->changes();
+    if (!held_->IsHeld(cell)) break;
+    if (!held_->AwaitChange(changes, stop)) return CopyQueue::Stopped();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Cell> Arena::TakeCell(uint64_t bytes, const RealizeOptions& options) {
   // Also where the pool has one: as much is taken off as comes on, so that no more is ever mapped than one of them has.
   bool gave = false;
-  for (Arena* giver : givers) {
+  for (Arena* giver : options.givers) {
     while ((!gave || !pool_.HasIdle(bytes)) && !giver->mapped_.empty()) {
-      if (auto status = giver->Give(bytes); !status.ok()) return status;
+      if (auto status = giver->Give(bytes, options.stop); !status.ok()) return status;
       gave = true;
     }
   }
   return pool_.Take(bytes);
 }
 
-absl::Status Arena::MapCell(uint32_t cell, std::span<Arena* const> givers) {
-  auto taken = TakeCell(layout_.cells[cell].bytes, givers);
+absl::Status Arena::MapCell(uint32_t cell, const RealizeOptions& options) {
+  auto taken = TakeCell(layout_.cells[cell].bytes, options);
   if (!taken.ok()) return taken.status();
   const CUdeviceptr address = AddressOf(cell);
   const uint64_t bytes = taken->memory.bytes();

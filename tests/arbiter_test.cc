@@ -110,6 +110,88 @@ TEST_CASE("A second model that does not fit beside an idle one takes its place")
   CHECK(rig.model(b).state == ModelState::kActive);
 }
 
+// "a" with two leases gives its place to "b", and one of its clients has begun to let its cells go.
+struct SwapRig : ArbiterRig {
+  SwapRig() : ArbiterRig(kSize + 2 * kMiB), a(Register("a", kSize)), b(Register("b", kSize)) {
+    BringOn("a", a, Open(1));
+    first = Mapped();
+    Activate("a", Open(2));
+    second = Mapped();
+    effects.clear();
+    Activate("b", Open(3));
+    Measured();
+    Take<CloseUseWords>();
+    timer = Take<SetTimer>().at(0).timer;
+    Feed(UseWordsClosed{a, {}});
+    CHECK(Take<RevokeLease>().size() == 2);
+    Feed(LeaseReleasing{first, generation(first)});
+  }
+  uint64_t generation(LeaseId lease) const { return arbiter().records().leases.at(lease).generation; }
+  LeaseState state(LeaseId lease) const { return arbiter().records().leases.at(lease).state; }
+
+  const ModelId a;
+  const ModelId b;
+  LeaseId first;
+  LeaseId second;
+  TimerId timer;
+};
+
+TEST_CASE("A swap begins once each of the victim's clients has begun to let its cells go") {
+  SwapRig rig;
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  rig.Feed(LeaseReleasing{rig.second, rig.generation(rig.second)});
+  REQUIRE(rig.Has<RealizePlan>());
+  CHECK(rig.model(rig.a).state == ModelState::kDeactivating);
+  for (LeaseId lease : {rig.first, rig.second}) rig.Feed(LeaseReleased{lease, rig.generation(lease)});
+  rig.Realized(rig.b);
+  CHECK(rig.OnlyReply().status.ok());
+  CHECK(rig.model(rig.a).state == ModelState::kInactive);
+  CHECK(rig.state(rig.first) == LeaseState::kRevoked);
+  // What has become of the timer concerns nobody.
+  rig.Feed(TimerFired{rig.timer});
+  CHECK_FALSE(rig.Has<CancelRealize>());
+}
+
+TEST_CASE("A client that stops in the middle of letting its cells go costs the swap, and the victim nothing") {
+  SwapRig rig;
+  rig.Feed(LeaseReleased{rig.second, rig.generation(rig.second)});
+  REQUIRE(rig.Take<RealizePlan>().size() == 1);
+  rig.Advance(absl::Seconds(5));
+  rig.Feed(TimerFired{rig.timer});
+  const std::optional<Refusal> refusal = GetRefusal(rig.OnlyReply().status);
+  REQUIRE(refusal.has_value());
+  CHECK(refusal->reason == "IN_USE");
+  REQUIRE(refusal->holders.size() == 1);
+  CHECK(refusal->holders[0].pid == 1001);
+  REQUIRE(rig.Take<CancelRealize>().size() == 1);
+  rig.Feed(PlanRealized{.model = rig.b,
+                        .status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "stopped"),
+                        .givers = {{.model = rig.a, .device_bytes = kSize, .kept = true}}});
+  CHECK(rig.model(rig.a).state == ModelState::kActive);
+  CHECK(rig.model(rig.a).last_error.ok());
+  CHECK(rig.model(rig.a).device_bytes == kSize);
+  CHECK(rig.model(rig.b).state == ModelState::kInactive);
+  CHECK(rig.model(rig.b).last_error.ok());
+  // Whoever had let go gets its cells back at once, the other one when it has.
+  REQUIRE(rig.Take<SendCells>().at(0).lease == rig.second);
+  CHECK(rig.state(rig.first) == LeaseState::kReleasing);
+  rig.Feed(LeaseReleased{rig.first, rig.generation(rig.first)});
+  CHECK(rig.Take<SendCells>().at(0).lease == rig.first);
+}
+
+TEST_CASE("A deactivation waits until its clients have let all cells go") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Mapped();
+  rig.Deactivate("a");
+  rig.Feed(UseWordsClosed{a, {}});
+  rig.Feed(LeaseReleasing{lease, 1});
+  CHECK_FALSE(rig.Has<RealizePlan>());
+  rig.Feed(LeaseReleased{lease, 1});
+  CHECK(rig.Has<RealizePlan>());
+}
+
 TEST_CASE("A model in use is not evicted, and the refusal names who uses it") {
   ArbiterRig rig(kSize + 2 * kMiB);
   const ModelId a = rig.Register("a", kSize);

@@ -3,9 +3,11 @@
 // In which order an arena makes its driver calls while cells are being filled, with and without arenas that give
 // theirs.
 #include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <stop_token>
 #include <string>
+#include <thread>
 
 #include "mechanisms/refusal.h"
 #include "tests/arena_rig.h"
@@ -192,6 +194,78 @@ TEST_CASE("A swap never has more mapped than one of the two, though the pool has
   CHECK(most_mapped_bytes == 16 * kMiB);
   CHECK(mapped_bytes == 16 * kMiB);
   CHECK(rig.pool.idle_bytes() == 16 * kMiB);
+}
+
+// What a client still has of the giver of a swap is let go by another thread, as soon as the free cells are filled.
+struct HeldSwap {
+  HeldSwap() : rig(driver, {.map_ahead_bytes = 4 * kMiB}), second(rig, TwoComponents()) {
+    REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
+    held.Hold({2, 3, 4});
+    rig.arena->set_held(&held);
+    unmapped = copied = 0;
+  }
+  static Driver Counting() {
+    Driver driver = TestDriver();
+    driver.cuMemUnmap = [](CUdeviceptr address, size_t bytes) {
+      unmapped += bytes;
+      return TestDriver().cuMemUnmap(address, bytes);
+    };
+    driver.cuMemcpyHtoDAsync = [](CUdeviceptr destination, const void* source, size_t bytes, CUstream stream) {
+      if (bytes >= kMiB) copied += bytes;
+      return TestDriver().cuMemcpyHtoDAsync(destination, source, bytes, stream);
+    };
+    return driver;
+  }
+  // Until so many bytes have been told to be copied.
+  static void AwaitCopied(uint64_t bytes) {
+    while (copied < bytes) std::this_thread::yield();
+  }
+  absl::Status Run(std::stop_token stop = {}) {
+    Arena* const givers[] = {rig.arena.get()};
+    return second.arena->Realize(AllResident(second.layout), second.sources(), {.stop = stop, .givers = givers})
+        .status();
+  }
+
+  static inline std::atomic<uint64_t> unmapped = 0;
+  static inline std::atomic<uint64_t> copied = 0;
+  const Driver driver = Counting();
+  ArenaRig rig;
+  Second second;
+  HeldCells held;
+};
+
+TEST_CASE("A swap fills the cells that clients have let go, and waits for the others where it needs them") {
+  HeldSwap swap;
+  uint64_t unmapped_before_bytes = 0;
+  std::thread client([&] {
+    HeldSwap::AwaitCopied(8 * kMiB);
+    unmapped_before_bytes = HeldSwap::unmapped;
+    swap.held.LetGo({2});
+    HeldSwap::AwaitCopied(12 * kMiB);
+    swap.held.LetGo({3, 4});
+  });
+  const absl::Status status = swap.Run();
+  client.join();
+  CHECK(status.ok());
+  CHECK(unmapped_before_bytes == 8 * kMiB);
+  CHECK(swap.rig.arena->MappedCells().empty());
+  CHECK(swap.second.arena->Verify(swap.second.sources()).value_or(kNotVerified).refilled_cells == 0);
+  CHECK(swap.second.arena->Measure().device_bytes == 16 * kMiB);
+}
+
+TEST_CASE("A swap whose victim a client does not let go stops when it is told to, and both are as before") {
+  HeldSwap swap;
+  std::stop_source stop;
+  std::thread client([&] {
+    HeldSwap::AwaitCopied(8 * kMiB);
+    stop.request_stop();
+  });
+  const absl::Status status = swap.Run(stop.get_token());
+  client.join();
+  CHECK(ReasonOf(status) == "CANCELLED");
+  CHECK(swap.second.arena->MappedCells().empty());
+  CHECK(swap.rig.arena->Return(AllResident(swap.rig.layout), swap.rig.sources()).ok());
+  CHECK(swap.rig.HoldsItsSources(AllResident(swap.rig.layout)));
 }
 
 TEST_CASE("Idle cells that a giver's make superfluous give way to those that are missing") {

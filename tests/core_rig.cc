@@ -162,10 +162,10 @@ const ModelRecord* CoreRig::FindModel(const std::string& name) const { return ar
 // ---- What can happen next. ----
 
 bool CoreRig::WorkDevice() {
-  if (device_work_.empty()) return false;
-  const auto work = std::move(device_work_.front());
+  if (device_work_.empty() || (device_work_.front().waits && device_work_.front().waits())) return false;
+  const DeviceWork next = std::move(device_work_.front());
   device_work_.pop_front();
-  if (Answer answer = work()) answers_.push_back(std::move(answer));
+  if (Answer answer = next.work()) answers_.push_back(std::move(answer));
   return true;
 }
 
@@ -222,14 +222,19 @@ void CoreRig::Drain() {
     for (SessionId session : sessions) {
       went_on |= DeliverPacket(session);
       went_on |= DeliverEvent(session);
+      went_on |= WorkClient(session);
     }
   }
 }
 
 bool CoreRig::quiet() const {
   if (!device_work_.empty() || !loader_work_.empty() || !answers_.empty()) return false;
-  return std::all_of(clients_.begin(), clients_.end(),
-                     [](const auto& entry) { return entry.second.inbox.empty() && entry.second.outbox.empty(); });
+  return std::all_of(clients_.begin(), clients_.end(), [](const auto& entry) {
+    const Client& client = entry.second;
+    const bool releasing = std::any_of(client.leases.begin(), client.leases.end(),
+                                       [](const auto& lease) { return lease.second.releasing; });
+    return client.inbox.empty() && client.outbox.empty() && !releasing;
+  });
 }
 
 // ---- The core. ----
@@ -287,7 +292,7 @@ void CoreRig::Do(const CancelMirrors& effect) {
 }
 
 void CoreRig::Do(const DropModel& effect) {
-  device_work_.push_back([this, id = effect.model]() -> Answer {
+  AddWork([this, id = effect.model]() -> Answer {
     LiveModel& model = models_.at(id);
     const uint64_t device_bytes = model.arena->Measure().device_bytes;
     model.arena.reset();
@@ -300,7 +305,7 @@ void CoreRig::Do(const DropModel& effect) {
 }
 
 void CoreRig::Do(const MeasureDevice&) {
-  device_work_.push_back([this]() -> Answer {
+  AddWork([this]() -> Answer {
     std::map<ModelId, const Arena*> arenas;
     for (const auto& [id, model] : models_) {
       if (model.arena != nullptr) arenas.emplace(id, model.arena.get());
@@ -326,11 +331,12 @@ void CoreRig::Do(const MeasureDevice&) {
 
 void CoreRig::Do(const RealizePlan& effect) {
   realizing_ = std::stop_source();
-  device_work_.push_back([this, effect, stop = realizing_.get_token()]() -> Answer {
+  AddWork([this, effect, stop = realizing_.get_token()]() -> Answer {
     LiveModel& model = models_.at(effect.model);
     std::vector<Giver> givers;
     for (ModelId id : effect.givers) {
-      givers.push_back({id, models_.at(id).arena.get(), models_.at(id).checkpoint->sources()});
+      givers.push_back({id, models_.at(id).arena.get(), models_.at(id).checkpoint->sources(), HeldOf(id)});
+      if (givers.back().held->any()) ++hindered_;
     }
     RealizeOptions options{.verify = !effect.skip_verification, .stop = stop};
     if (!effect.readers.empty()) {
@@ -347,15 +353,20 @@ void CoreRig::Do(const RealizePlan& effect) {
     if (event.status.ok()) model.plan = effect.plan;
     for (const GiverEmptied& emptied : event.givers) {
       LiveModel& giver = models_.at(emptied.model);
-      if (emptied.status.ok()) giver.plan = NoneResident(giver.checkpoint->layout());
+      if (emptied.status.ok() && !emptied.kept) giver.plan = NoneResident(giver.checkpoint->layout());
     }
     ++realized_;
     return [event]() -> Event { return event; };
   });
+  // Arenas wait in the middle of it; who waits for whom is the same.
+  device_work_.back().waits = [this, effect, stop = realizing_.get_token()] {
+    return !stop.stop_requested() && std::any_of(effect.givers.begin(), effect.givers.end(),
+                                                 [this](ModelId giver) { return HeldOf(giver)->any(); });
+  };
 }
 
 void CoreRig::Do(const VerifyCells& effect) {
-  device_work_.push_back([this, effect]() -> Answer {
+  AddWork([this, effect]() -> Answer {
     LiveModel& model = models_.at(effect.model);
     CellsVerified event = memory_->Verify(effect.model, *model.arena, model.checkpoint->sources());
     event.duration = absl::ZeroDuration();
@@ -364,7 +375,7 @@ void CoreRig::Do(const VerifyCells& effect) {
 }
 
 void CoreRig::Do(const TrimPool& effect) {
-  device_work_.push_back([this, effect]() -> Answer {
+  AddWork([this, effect]() -> Answer {
     PoolTrimmed event = memory_->Trim();
     event.device = effect.device;
     if (!effect.report) return nullptr;

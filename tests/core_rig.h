@@ -22,6 +22,7 @@
 
 #include "daemon/arbiter.h"
 #include "daemon/gpu_memory.h"
+#include "mechanisms/held_cells.h"
 #include "mechanisms/use_word.h"
 #include "tests/fault_driver.h"
 
@@ -85,6 +86,7 @@ class CoreRig {
   bool DeliverAnswer();  // of device or loader to the core
   bool DeliverPacket(SessionId to);
   bool DeliverEvent(SessionId from);
+  bool WorkClient(SessionId client);  // it lets go of the rest of a lease's cells, of which it has let go some
   // Moves time, to the next timer at most, and fires it where it is reached.
   bool Advance(absl::Duration most);
   // All of it but time, until nothing is left.
@@ -101,6 +103,8 @@ class CoreRig {
   // A user goes in, where the word is open.
   bool Enter(SessionId session, LeaseId lease);
   void Leave(SessionId session, LeaseId lease);
+  // The process does nothing more, as under SIGSTOP, or goes on.
+  void Pause(SessionId session, bool paused) { clients_.at(session).paused = paused; }
   // Whether its next generation is one that it fails to map.
   void FailNextMapping(SessionId session);
 
@@ -119,6 +123,7 @@ class CoreRig {
     bool open = false;  // all cells of the generation came
     int uses = 0;
     bool revoke_pending = false;
+    bool releasing = false;  // has let some cells go, and will the others
   };
   struct Packet {
     enum class Kind { kGranted, kCells, kRevoke, kEnded } kind;
@@ -137,6 +142,7 @@ class CoreRig {
     bool hung_up = false;  // closed its channel, though alive
     bool dead = false;     // events may still be on their way
     bool fails_next = false;
+    bool paused = false;
   };
   const std::map<SessionId, Client>& clients() const { return clients_; }
 
@@ -167,6 +173,8 @@ class CoreRig {
   uint64_t answered() const { return replies_.size(); }
   uint64_t realized() const { return realized_; }
   uint64_t mapped_by_clients() const { return mapped_by_clients_; }
+  // Swaps that were given up while a client had cells of the model that was to go.
+  uint64_t hindered() const { return hindered_; }
   uint64_t early_cells() const { return early_cells_; }
 
  private:
@@ -178,6 +186,10 @@ class CoreRig {
     uint64_t revoked_generation = 0;
   };
   using Answer = std::function<Event()>;
+  struct DeviceWork {
+    std::function<Answer()> work;
+    std::function<bool()> waits;  // it cannot go on before a client lets cells go; may be empty
+  };
 
   RequestId NextRequest();
   void Feed(const Event& event);
@@ -200,10 +212,13 @@ class CoreRig {
   void Do(const EndLease& effect);
   void Do(const SetTimer& effect);
 
+  void AddWork(std::function<Answer()> work) { device_work_.push_back({std::move(work), nullptr}); }
   void PushCells(const CellReader& reader, const std::vector<CellToSend>& cells, bool last);
   void NoteInodes(const LiveModel& model, const std::vector<CellToSend>& cells);
   void OnCells(Client& client, ClientLease& lease, Packet packet);
   void TryTake(Client& client, ClientLease& lease);
+  std::shared_ptr<HeldCells> HeldOf(ModelId giver) const;
+  void UnmapCell(const ClientLease& lease, uint32_t cell);
   void LetGo(ClientLease& lease);
   UseWord Word(const ClientLease& lease) const { return lease.page->word(-1); }
   Client* ClientOf(LeaseId lease);
@@ -219,7 +234,7 @@ class CoreRig {
   absl::Time now_ = absl::UnixEpoch();
   std::map<ModelId, LiveModel> models_;
   std::map<RequestId, RigCheckpoint*> registering_;
-  std::deque<std::function<Answer()>> device_work_;
+  std::deque<DeviceWork> device_work_;
   std::stop_source realizing_;                  // of the last RealizePlan
   std::map<RequestId, uint64_t> phases_asked_;  // by which so many faults had been hit
   std::deque<std::function<Answer()>> loader_work_;
@@ -239,6 +254,7 @@ class CoreRig {
   uint64_t realized_ = 0;
   uint64_t mapped_by_clients_ = 0;
   uint64_t early_cells_ = 0;
+  uint64_t hindered_ = 0;
 };
 
 }  // namespace residency

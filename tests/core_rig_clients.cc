@@ -84,7 +84,7 @@ void CoreRig::Leave(SessionId session, LeaseId id) {
 
 bool CoreRig::DeliverPacket(SessionId to) {
   const auto found = clients_.find(to);
-  if (found == clients_.end() || found->second.inbox.empty()) return false;
+  if (found == clients_.end() || found->second.inbox.empty() || found->second.paused) return false;
   Client& client = found->second;
   Packet packet = std::move(client.inbox.front());
   client.inbox.pop_front();
@@ -156,17 +156,55 @@ void CoreRig::TryTake(Client& client, ClientLease& lease) {
   if (result == TakeResult::kInUse) return;
   lease.revoke_pending = false;
   if (result == TakeResult::kOpen) return;
+  // The first piece is one cell, the second the others.
+  if (lease.cells.size() > 1) {
+    const auto first = lease.cells.begin();
+    UnmapCell(lease, first->first);
+    lease.cells.erase(first);
+    lease.releasing = true;
+    client.outbox.push_back(LeaseReleasing{lease.id, lease.generation});
+    return;
+  }
   lease.open = false;
   LetGo(lease);
   client.outbox.push_back(LeaseReleased{lease.id, lease.generation});
 }
 
-void CoreRig::LetGo(ClientLease& lease) {
-  for (const auto& [cell, mapped] : lease.cells) {
-    const LayoutCell& place = lease.checkpoint->layout().cells[cell];
-    Must(truth_->Unmap(lease.span.get() + place.device_offset, place.bytes));
+bool CoreRig::WorkClient(SessionId session) {
+  const auto found = clients_.find(session);
+  if (found == clients_.end() || found->second.hung_up || found->second.paused) return false;
+  for (auto& [id, lease] : found->second.leases) {
+    if (!std::exchange(lease.releasing, false)) continue;
+    lease.open = false;
+    LetGo(lease);
+    found->second.outbox.push_back(LeaseReleased{lease.id, lease.generation});
+    return true;
   }
+  return false;
+}
+
+// What the daemon knows that clients have of a model that gives its cells.
+std::shared_ptr<HeldCells> CoreRig::HeldOf(ModelId giver) const {
+  const auto held = std::make_shared<HeldCells>();
+  for (const auto& [session, client] : clients_) {
+    for (const auto& [id, lease] : client.leases) {
+      std::set<uint32_t> cells;
+      for (const auto& [cell, mapped] : lease.cells) cells.insert(cell);
+      if (lease.model == giver) held->Hold(cells);
+    }
+  }
+  return held;
+}
+
+void CoreRig::UnmapCell(const ClientLease& lease, uint32_t cell) {
+  const LayoutCell& place = lease.checkpoint->layout().cells[cell];
+  Must(truth_->Unmap(lease.span.get() + place.device_offset, place.bytes));
+}
+
+void CoreRig::LetGo(ClientLease& lease) {
+  for (const auto& [cell, mapped] : lease.cells) UnmapCell(lease, cell);
   lease.cells.clear();
+  lease.releasing = false;
 }
 
 // ---- The daemon's side. ----
@@ -194,7 +232,7 @@ void CoreRig::Do(const GrantLease& effect) {
 void CoreRig::Do(const SendCells& effect) {
   const auto record = arbiter_->records().leases.find(effect.lease);
   if (record == arbiter_->records().leases.end()) return;
-  device_work_.push_back([this, effect, id = record->second.model]() -> Answer {
+  AddWork([this, effect, id = record->second.model]() -> Answer {
     LiveModel& model = models_.at(id);
     auto cells = memory_->Export(*model.arena, model.checkpoint->layout());
     if (!cells.ok()) {

@@ -332,6 +332,31 @@ TEST_CASE("A verify whose refill fails once leaves the model whole, and says tha
   CHECK(scene.rig().CheckBytes(true, 0).empty());
 }
 
+TEST_CASE("An activation that fails before it took anything from the model that was to go leaves that one there") {
+  RigCheckpoint first("first", {2 * kMiB}, 2 * kMiB, 4);
+  RigCheckpoint second("second", {2 * kMiB}, 2 * kMiB, 5);
+  CoreRig rig(2 * kMiB, {&first, &second});
+  rig.Register("first");
+  rig.Register("second");
+  rig.Drain();
+  rig.Activate("first");
+  rig.Drain();
+  // The list of what is to be digested is copied before the first cell is taken.
+  const uint64_t next = FaultDriver::calls(k_cuMemcpyHtoDAsync) + 1;
+  FaultDriver::Arm({k_cuMemcpyHtoDAsync, next, next, FittingError(k_cuMemcpyHtoDAsync)});
+  const RequestId request = rig.Activate("second");
+  rig.Drain();
+  FaultDriver::Disarm();
+  REQUIRE_FALSE(rig.reply(request)->status.ok());
+  CHECK(rig.FindModel("first")->state == ModelState::kActive);
+  CHECK(rig.FindModel("second")->state == ModelState::kInactive);
+  CHECK(rig.CheckOwners() == "");
+  CHECK(rig.CheckBytes(true, 0) == "");
+  for (const char* name : {"first", "second"}) rig.Unload(name);
+  rig.Drain();
+  CHECK(rig.CheckEmpty() == "");
+}
+
 TEST_CASE("A copy that goes wrong in silence is found and made again, and one that always does undoes the activation") {
   SECTION("once") {
     Scene scene(Transition::kActivate);

@@ -287,10 +287,47 @@ TEST_CASE("Cells that were released piece by piece are all gone with the last on
   packet.mutable_released()->clear_cells();
   packet.mutable_released()->add_cells(2);
   Send(channel, packet);
-  const std::vector<Event> events = rig.Events(3);
-  CHECK(events.size() == 3);
-  CHECK(std::get<LeaseReleased>(events[2]).lease == LeaseId{1});
+  const std::vector<Event> events = rig.Events(4);
+  CHECK(events.size() == 4);
+  CHECK(std::get<LeaseReleasing>(events[2]).lease == LeaseId{1});
+  CHECK(std::get<LeaseReleased>(events[3]).lease == LeaseId{1});
   rig.OnLoop([&] { CHECK(rig.sessions().mapped_bytes(LeaseId{1}) == 0); });
+}
+
+TEST_CASE("Whoever waits for a lease's cells sees them go piece by piece, and all of them with the client") {
+  Rig rig;
+  PageChannel channel = rig.Connect();
+  Grant(rig, channel, Greet(channel));
+  rig.OnLoop([&] { rig.sessions().SendCells(LeaseId{1}, 1, MakeCells(3)); });
+  Acknowledge(channel, Receive(channel).message.cells());
+  rig.Events(2);
+  const auto held = std::make_shared<HeldCells>();
+  rig.OnLoop([&] { rig.sessions().ShowHeld(LeaseId{1}, held); });
+  CHECK(held->IsHeld(2));
+  v1::ClientPacket packet;
+  packet.mutable_released()->set_lease_id(1);
+  packet.mutable_released()->set_generation(1);
+  packet.mutable_released()->add_cells(0);
+  Send(channel, packet);
+  rig.Events(3);
+  CHECK_FALSE(held->IsHeld(0));
+  CHECK(held->IsHeld(1));
+  SECTION("that says so") {
+    packet.mutable_released()->set_cells(0, 1);
+    packet.mutable_released()->add_cells(2);
+    Send(channel, packet);
+    CHECK(std::holds_alternative<LeaseReleased>(rig.Events(4).at(3)));
+  }
+  SECTION("that says it has none, as it could not map") {
+    v1::ClientPacket failed;
+    failed.mutable_lease_failed()->set_lease_id(1);
+    Send(channel, failed);
+    CHECK(std::holds_alternative<LeaseFailed>(rig.Events(4).at(3)));
+  }
+  SECTION("whose lease ends") {
+    rig.OnLoop([&] { rig.sessions().EndLease(LeaseId{1}, "UNLOADED", ""); });
+  }
+  CHECK_FALSE(held->any());
 }
 
 TEST_CASE("A generation is released once it was acknowledged, and an older answer changes nothing") {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/walk.h"
 
+#include <algorithm>
 #include <iterator>
 #include <limits>
 
@@ -39,6 +40,11 @@ constexpr DriverCall kFaulty[] = {k_cuMemCreate,         k_cuMemMap,
                                   k_cuStreamCreate,      k_cuCtxGetCurrent,
                                   kFlippedCopy};
 
+bool IsReleasing(const CoreRig::Client& client) {
+  return std::any_of(client.leases.begin(), client.leases.end(),
+                     [](const auto& entry) { return entry.second.releasing; });
+}
+
 }  // namespace
 
 WalkCounts& WalkCounts::operator+=(const WalkCounts& other) {
@@ -53,6 +59,7 @@ WalkCounts& WalkCounts::operator+=(const WalkCounts& other) {
   broken += other.broken;
   phases += other.phases;
   early_cells += other.early_cells;
+  hindered += other.hindered;
   return *this;
 }
 
@@ -72,6 +79,7 @@ std::string Walk::Run(uint64_t steps) {
   counts_.realized = rig_.realized();
   counts_.mapped = rig_.mapped_by_clients();
   counts_.early_cells = rig_.early_cells();
+  counts_.hindered = rig_.hindered();
   counts_.faults = FaultDriver::hits();
   return wrong;
 }
@@ -117,10 +125,12 @@ void Walk::LetHappen() {
   }
   std::vector<SessionId> sessions;
   for (const auto& [session, client] : rig_.clients()) {
-    if (!client.inbox.empty() || !client.outbox.empty()) sessions.push_back(session);
+    if (!client.inbox.empty() || !client.outbox.empty() || IsReleasing(client)) sessions.push_back(session);
   }
   if (!sessions.empty()) {
     const SessionId session = sessions[Draw(sessions.size())];
+    if (IsReleasing(rig_.clients().at(session)) && Chance(4)) return rig_.Pause(session, true);
+    if (Chance(3) && rig_.WorkClient(session)) return;
     if (Chance(2) ? rig_.DeliverPacket(session) : rig_.DeliverEvent(session)) return;
   }
   (void)(rig_.DeliverAnswer() || rig_.WorkDevice());
@@ -147,8 +157,12 @@ void Walk::MoveClients() {
     if (const SessionId session = AnyClient(false)) rig_.FailNextMapping(session);
     return;
   }
+  if (draw >= 4 && draw < 8) {
+    if (const SessionId session = AnyClient(false)) rig_.Pause(session, draw == 4 && Chance(2));
+    return;
+  }
   const SessionId session = AnyClient(true);
-  if (!session) return;
+  if (!session || rig_.clients().at(session).paused) return;
   const LeaseId lease = AnyLease(session);
   const int uses = rig_.clients().at(session).leases.at(lease).uses;
   if (uses > 0 && !Chance(3)) return rig_.Leave(session, lease);
@@ -221,6 +235,7 @@ std::string Walk::Finish() {
   FaultDriver::Disarm();
   for (const auto& [session, client] : rig_.clients()) {
     if (client.dead) continue;
+    rig_.Pause(session, false);
     for (const auto& [id, lease] : client.leases) {
       while (lease.uses > 0) rig_.Leave(session, id);
     }

@@ -27,6 +27,7 @@ struct WalkCounts {
   uint64_t faults = 0;
   uint64_t broken = 0;
   uint64_t phases = 0;
+  uint64_t hindered = 0;     // swaps given up since a client did not let all cells go
   uint64_t early_cells = 0;  // that a client mapped before all of their generation were filled
 
   WalkCounts& operator+=(const WalkCounts& other);

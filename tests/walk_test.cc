@@ -27,7 +27,7 @@ std::ostream& operator<<(std::ostream& out, const WalkCounts& counts) {
              << counts.realized << " plans realized, " << counts.mapped << " times mapped, " << counts.uses << " uses, "
              << counts.deaths << " deaths, " << counts.faults << " faults hit, " << counts.broken
              << " broken at the end, " << counts.phases << " phases asked for, " << counts.early_cells
-             << " cells mapped while others were filled";
+             << " cells mapped while others were filled, " << counts.hindered << " swaps hindered";
 }
 
 // False where something did not hold.
@@ -66,6 +66,7 @@ TEST_CASE("Whatever happens in whatever order, nothing is lent twice, lost, wron
     CHECK(sum.faults > 500);
     CHECK(sum.phases > 1000);
     CHECK(sum.early_cells > 500);
+    CHECK(sum.hindered > 5);
   }
   std::cout << walks << " walks, " << failed << " failed, " << sum << std::endl;
   CHECK(failed == 0);

@@ -40,23 +40,36 @@ def swap(rig, results, size, cell_bytes):
             kinds.append(False)
         except Absent as absent:
             results.skip(absent)
-        coming = "swap-b"
-        for number in rounds_of(rig):
-            answers = {}
-            for step, verify in enumerate(kinds if number % 2 == 0 else kinds[::-1]):
-                answers[verify] = client.ask("activate", model=coming, verify=verify)
-                evicted = answers[verify]["response"]["evicted"]
-                if step == 0:
-                    copied = plain.seconds(size)
-                if len(evicted) != 1:
-                    results.check(f"{coming} made {evicted} leave, which is not the other one", False)
-                coming = "swap-a" if coming == "swap-b" else "swap-b"
-            for verify, answer in answers.items():
-                figure = f"swap, {'verified' if verify else 'unverified'}"
-                results.add(figure, answer["response"]["seconds"], {"plain copy": copied})
-                results.add(f"{figure}: as the client sees it", answer["seconds"], {"plain copy": copied})
+        swap_rounds(rig, results, client, plain, size, kinds, "")
+        # Whoever is attached to the model that goes lets go of its cells, and maps those that come back.
+        for name in ("swap-a", "swap-b"):
+            client.ask("activate", model=name)
+            daemon.client(context=True).ask("attach", model=name)
+        swap_rounds(rig, results, client, plain, size, [True], ", an idle client attached to each")
+        for name in ("swap-a", "swap-b"):
+            client.ask("activate", model=name)
+            check_contents(results, daemon, name, paths[name], size)
     for path in paths.values():
         path.unlink()
+
+
+def swap_rounds(rig, results, client, plain, size, kinds, attached):
+    client.ask("activate", model="swap-b")
+    coming = "swap-a"
+    for number in rounds_of(rig):
+        answers = {}
+        for step, verify in enumerate(kinds if number % 2 == 0 else kinds[::-1]):
+            answers[verify] = client.ask("activate", model=coming, verify=verify)
+            evicted = answers[verify]["response"]["evicted"]
+            if step == 0:
+                copied = plain.seconds(size)
+            if len(evicted) != 1:
+                results.check(f"{coming} made {evicted} leave, which is not the other one", False)
+            coming = "swap-a" if coming == "swap-b" else "swap-b"
+        for verify, answer in answers.items():
+            figure = f"swap, {'verified' if verify else 'unverified'}{attached}"
+            results.add(figure, answer["response"]["seconds"], {"plain copy": copied})
+            results.add(f"{figure}: as the client sees it", answer["seconds"], {"plain copy": copied})
 
 
 def register_and_activate(daemon, client, name, path, *flags):
