@@ -21,6 +21,8 @@ bool MayShare(const ModelRecord& model, HostTier tier, PinPolicy policy) {
   if (model.state == ModelState::kRegistering) {
     // Somebody must still want it, and it must not fail for a choice that is not ours.
     if (model.registrations.empty() || model.unload) return false;
+    // There is but one kind of locked files.
+    if (tier == HostTier::kFile) return true;
     if (policy == PinPolicy::kAuto) return model.pin_wish != PinWish::kMust;
     return model.pin_wish == (policy == PinPolicy::kYes ? PinWish::kMust : PinWish::kNo);
   }

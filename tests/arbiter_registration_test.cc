@@ -165,6 +165,27 @@ TEST_CASE("A model in the host tier file is locked whatever the room, and shares
   CHECK(rig.arbiter().records().host_bytes() == 2 * kSize);
 }
 
+TEST_CASE("Two names registered at the same moment for the same files in the host tier file have one copy") {
+  for (const PinPolicy policy : {PinPolicy::kAuto, PinPolicy::kYes}) {
+    ArbiterRig rig(64 * kMiB);
+    RegisterRequested event = Asked(1, "a");
+    event.tier = HostTier::kFile;
+    rig.Feed(event);
+    const BuildMirrors a = rig.Take<BuildMirrors>().at(0);
+    event = Asked(2, "b", policy);
+    event.tier = HostTier::kFile;
+    rig.Feed(event);
+    CHECK(rig.Take<BuildMirrors>().at(0).copy == a.copy);
+    // Not once nobody wants the first one any more.
+    rig.Feed(RequestCancelled{RequestId{1}});
+    rig.Feed(RequestCancelled{RequestId{2}});
+    event = Asked(3, "c", policy);
+    event.tier = HostTier::kFile;
+    rig.Feed(event);
+    CHECK(rig.Take<BuildMirrors>().at(0).copy != a.copy);
+  }
+}
+
 TEST_CASE("The host tier file is refused for a phased model, for a pageable one, and for a name with the other tier") {
   ArbiterRig rig(64 * kMiB);
   RegisterRequested event = Asked(1, "a");
