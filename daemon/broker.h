@@ -35,7 +35,7 @@ struct BrokerOptions {
   std::optional<uint64_t> device_budget_bytes;  // of each device; unset: all of it
   uint64_t device_reserve_bytes = 0;            // of each device
   std::optional<uint64_t> host_budget_bytes;    // of all host copies
-  PinPolicy pin = PinPolicy::kAuto;             // of registrations that do not say
+  PinPolicy pin = PinPolicy::kAuto;             // of registrations that do not say: DefaultPin
   HostTier tier = HostTier::kMirror;            // of registrations that do not say
   absl::Duration pool_idle = absl::Seconds(10);
   absl::StatusOr<Nvml> nvml = absl::UnavailableError("NVML is not used");  // what tells processes apart, or why not

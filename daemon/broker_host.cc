@@ -41,6 +41,7 @@ absl::StatusOr<Gpu*> Broker::FindGpu(const std::string& uuid) const {
 
 RegisterRequested Broker::RegisterEvent(RequestId request, const RegisterOptions& options, const Checkpoint& checkpoint,
                                         DeviceId device) const {
+  const HostTier tier = options.tier.value_or(options_.tier);
   return {.request = request,
           .name = options.name,
           .identity = checkpoint.identity,
@@ -48,9 +49,9 @@ RegisterRequested Broker::RegisterEvent(RequestId request, const RegisterOptions
           .budget = options.budget,
           .layout = WithoutTensors(checkpoint.layout),
           .mode = options.mode,
-          .pin = options.pin.value_or(options_.pin),
+          .pin = options.pin.value_or(DefaultPin(tier, options_.pin)),
           .host = MeasureHost(),
-          .tier = options.tier.value_or(options_.tier)};
+          .tier = tier};
 }
 
 // Asked for each registration, since others use the host too. What readings under way will still take is not missing

@@ -34,6 +34,12 @@ enum class PinPolicy : uint8_t {
   kNo,
 };
 
+// What counts for a registration of this tier that does not say, where the operator says `configured`: that is about
+// copies in host memory. Only a caller can contradict himself.
+inline PinPolicy DefaultPin(HostTier tier, PinPolicy configured) {
+  return tier == HostTier::kFile ? PinPolicy::kAuto : configured;
+}
+
 // Why a host copy is page-locked, or is not.
 enum class PinReason : uint8_t {
   kRequested,   // an explicit choice

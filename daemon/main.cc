@@ -136,6 +136,9 @@ int Serve(const DaemonOptions& options, const sigset_t& signals) {
     if (listening.ok()) grpc_listener = *std::move(grpc);
   });
   if (listening.ok()) {
+    if (options.broker.pin == PinPolicy::kNo && options.broker.tier == HostTier::kFile) {
+      spdlog::warn("--pin no is for the host tier mirror: models of the tier file, the default here, are page-locked");
+    }
     spdlog::info("serving on {}, driver {}", options.runtime_dir, DriverKindName(options.driver));
     NotifyManager("READY=1");
     int signal = 0;

@@ -114,6 +114,25 @@ TEST_CASE("A file that changes under its registration refuses the next activatio
   change_and_check("removed", "FILE_MISSING");
 }
 
+TEST_CASE(
+    "A daemon that page-locks no copies takes models of the host tier file, unless their caller forbids locking") {
+  for (const bool by_default : {false, true}) {
+    INFO("the tier is the choice of the " << (by_default ? "daemon" : "caller"));
+    DaemonRig rig(by_default ? std::vector<std::string>{"--pin", "no", "--host_tier", "file"}
+                             : std::vector<std::string>{"--pin", "no"});
+    const std::string path = rig.Path("a.safetensors");
+    WriteCheckpoint(path, {kMiB}, 57);
+    std::vector<std::string> file = {"register", "a", path};
+    if (!by_default) file.insert(file.end(), {"--host_tier", "file"});
+    std::vector<std::string> never = file;
+    never.insert(never.end(), {"--pin", "no"});
+    CHECK(rig.Refused(never).at("reason") == "BAD_PIN");
+    CHECK(rig.Do(file).at("pin").at("reason") == "host_tier");
+    CHECK(rig.Do({"register", "b", path, "--host_tier", "mirror"}).at("pin").at("pinned") == false);
+    CHECK(absl::StrContains(rig.daemon().Errors(), "--pin no is for the host tier mirror") == by_default);
+  }
+}
+
 TEST_CASE("What the host tier file cannot do is refused, each with its reason") {
   DaemonRig rig;
   const std::string path = rig.Path("a.safetensors");
