@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/base/internal/raw_logging.h"
-#include "mechanisms/units.h"
 
 namespace residency {
 namespace {

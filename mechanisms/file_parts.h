@@ -14,8 +14,15 @@
 #include "mechanisms/layout.h"
 #include "mechanisms/manifest.h"
 #include "mechanisms/source.h"
+#include "mechanisms/units.h"
 
 namespace residency {
+
+// Most bytes of a file that are page-locked by one call, between which a caller who gives up is heard. What is not in
+// memory comes from the disk within the call: 37 ms at 1.7 GiB/s, 0.6 s at 100 MiB/s. On an H200's host a call costs
+// some 0.1 ms beside the 1.6 ms for so many bytes that are there (38 GiB/s); pieces of 8 MiB would take half as long
+// again.
+inline constexpr uint64_t kFilePieceBytes = 64 * kMiB;
 
 // Pages of a file that one call page-locks.
 struct FilePiece {

@@ -28,7 +28,6 @@
 #include "mechanisms/layout.h"
 #include "mechanisms/manifest.h"
 #include "mechanisms/mapped_file.h"
-#include "mechanisms/pin_pieces.h"
 #include "mechanisms/source.h"
 
 namespace residency {
@@ -68,8 +67,8 @@ absl::Status CheckReadOnlyPin(const Device& device);
 
 struct MapOptions {
   // Most bytes that are page-locked by one call; whole pages.
-  uint64_t piece_bytes = kPinPieceBytes;
-  // How many bytes are page-locked; false cancels. May be empty.
+  uint64_t piece_bytes = kFilePieceBytes;
+  // How many bytes are page-locked, after each call; false cancels. May be empty.
   std::function<bool(uint64_t pinned_bytes)> progress;
 };
 

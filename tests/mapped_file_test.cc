@@ -94,7 +94,7 @@ void MakeOld(const std::string& path) { fs::last_write_time(path, fs::last_write
 
 // The model of kComponents, its two files, and an arena for it.
 struct Rig {
-  explicit Rig(uint64_t piece_bytes = kPinPieceBytes, const Driver& driver = TestDriver())
+  explicit Rig(uint64_t piece_bytes = kFilePieceBytes, const Driver& driver = TestDriver())
       : device(OpenTestDevice(driver)), pool(*device), digester(*Digester::Create(*device)) {
     WriteContent(dir.Path("a"), 0, 8 * kMiB + 333);
     WriteContent(dir.Path("b"), 1, 3 * kMiB + 5);
@@ -199,6 +199,16 @@ TEST_CASE("pages of tensors are locked in pieces, by file and offset, none twice
   CHECK(FilePieces(manifest, 256 * kMiB).size() == 3);
 }
 
+TEST_CASE("whoever gives a mapping up waits for at most 64 MiB to be read and locked") {
+  const Manifest manifest = MakeManifest({{}, {}}, {{{0, 10, 5 * kGiB}}, {{1, 0, 65 * kMiB}}});
+  const std::vector<FilePiece> pieces = FilePieces(manifest, MapOptions().piece_bytes);
+  uint64_t most_bytes = 0;
+  for (const FilePiece& piece : pieces) most_bytes = std::max(most_bytes, piece.bytes);
+  CHECK(most_bytes == 64 * kMiB);
+  // A call costs about as much as a few MiB, so they are not cut finer than that.
+  CHECK(pieces.size() == 81 + 2);
+}
+
 TEST_CASE("a cell's parts are its tensors, cut at cells and pieces, neighbours together, with zeros between") {
   const Components components = {{{0, 100, 256}, {0, 356, 1000}, {0, 1356, 3 * kMiB}}, {{1, 0, 2 * kMiB}}, {}};
   const Manifest manifest = MakeManifest({{}, {}}, components);
@@ -218,7 +228,7 @@ TEST_CASE("a cell's parts are its tensors, cut at cells and pieces, neighbours t
 }
 
 TEST_CASE("a model filled from its mapped files has their bytes and zeros between, however the files are cut") {
-  for (const uint64_t piece_bytes : {3 * kPage, 256 * kKiB, kPinPieceBytes}) {
+  for (const uint64_t piece_bytes : {3 * kPage, 256 * kKiB, kFilePieceBytes}) {
     INFO("pieces of " << piece_bytes);
     Rig rig(piece_bytes);
     const uint64_t copied_before_bytes = rig.device->copied_to_host_bytes();
@@ -304,7 +314,7 @@ TEST_CASE(
 
 TEST_CASE("a file that is cut while its bytes are copied refuses that activation, and its digests are forgotten") {
   Interposed interposed;
-  Rig rig(kPinPieceBytes, interposed.driver);
+  Rig rig(kFilePieceBytes, interposed.driver);
   REQUIRE(rig.Map().ok());
   Interposed::on_copy = [&rig] { fs::resize_file(rig.dir.Path("a"), kPage); };
   CHECK(ReasonOf(rig.Activate().status()) == "FILE_CHANGED");
@@ -385,7 +395,7 @@ TEST_CASE("what cannot be locked as a whole is refused with both figures, or giv
 TEST_CASE("a device that locks no memory for reading only, and a file system that maps no files, are refused as such") {
   Interposed interposed;
   Interposed::read_only_pin = false;
-  Rig rig(kPinPieceBytes, interposed.driver);
+  Rig rig(kFilePieceBytes, interposed.driver);
   CHECK(rig.Map().code() == absl::StatusCode::kFailedPrecondition);
   CHECK(ReasonOf(rig.Map()) == "NO_READONLY_PIN");
   const std::string path = "/sys/kernel/uevent_seqnum";
