@@ -125,6 +125,7 @@ void Arbiter::On(const RegisterRequested& event) {
   model.layout = event.layout;
   model.mode = event.mode;
   model.tier = event.tier;
+  model.host_bytes = HostBytes(event);
   model.last_used = context_.now;
   model.registrations = {event.request};
   model.host_copy = plan.copy ? plan.copy : HostCopyId{next_host_copy_++};

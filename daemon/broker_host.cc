@@ -51,7 +51,8 @@ RegisterRequested Broker::RegisterEvent(RequestId request, const RegisterOptions
           .mode = options.mode,
           .pin = options.pin.value_or(DefaultPin(tier, options_.pin)),
           .host = MeasureHost(),
-          .tier = tier};
+          .tier = tier,
+          .file_bytes = checkpoint.file_bytes};
 }
 
 // Asked for each registration, since others use the host too. What readings under way will still take is not missing

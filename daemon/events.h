@@ -36,6 +36,7 @@ struct RegisterRequested {
   PinPolicy pin = PinPolicy::kAuto;
   HostRoom host;
   HostTier tier = HostTier::kMirror;
+  uint64_t file_bytes = 0;  // of the pages of its files that the tier kFile locks, small gaps between tensors with them
 };
 
 struct UnloadRequested {

@@ -30,7 +30,7 @@ bool MayShare(const ModelRecord& model, HostTier tier, PinPolicy policy) {
 }
 
 void DecidePin(const RegisterRequested& event, HostPlan& plan) {
-  const uint64_t set_bytes = event.layout.span_bytes;
+  const uint64_t set_bytes = HostBytes(event);
   const std::optional<uint64_t> available_bytes = event.host.available_bytes;
   if (event.tier == HostTier::kFile) {
     plan.wish = PinWish::kMust;
@@ -58,6 +58,10 @@ void DecidePin(const RegisterRequested& event, HostPlan& plan) {
 
 std::string_view HostTierName(HostTier tier) { return tier == HostTier::kFile ? "file" : "mirror"; }
 
+uint64_t HostBytes(const RegisterRequested& event) {
+  return event.tier == HostTier::kFile ? event.file_bytes : event.layout.span_bytes;
+}
+
 absl::Status CheckTier(const RegisterRequested& event) {
   if (event.tier != HostTier::kFile) return absl::OkStatus();
   if (event.mode != ModelMode::kHeld) {
@@ -84,7 +88,7 @@ std::optional<uint64_t> HostBudgetBytes(const HostRoom& room, uint64_t held_byte
 
 HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::optional<uint64_t> configured_bytes) {
   HostPlan plan;
-  const uint64_t set_bytes = event.layout.span_bytes;
+  const uint64_t set_bytes = HostBytes(event);
   plan.needed_bytes = set_bytes;
   for (const auto& [id, model] : records.models) {
     if (model.identity != event.identity || !MayShare(model, event.tier, event.pin)) continue;

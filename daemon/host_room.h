@@ -82,6 +82,9 @@ struct HostPlan {
   PinOutcome pin;  // so far as is known before the driver is asked
 };
 
+// What its host copy takes of the host: the set, or the pages of its files that are locked.
+uint64_t HostBytes(const RegisterRequested& event);
+
 // Whether the host tier goes with the rest of what was asked for. INVALID_ARGUMENT/BAD_HOST_TIER, BAD_PIN.
 absl::Status CheckTier(const RegisterRequested& event);
 

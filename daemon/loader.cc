@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "mechanisms/file_parts.h"
 #include "mechanisms/numa.h"
 #include "mechanisms/refusal.h"
 #include "mechanisms/units.h"
@@ -37,7 +38,8 @@ absl::StatusOr<Checkpoint> ReadCheckpoint(const std::string& source, const std::
   auto layout = MakeLayout(ToLayoutComponents(*manifest), cell_bytes, granule_bytes);
   if (!layout.ok()) return layout.status();
   std::string identity = IdentityOf(*manifest, *layout);
-  return Checkpoint{*std::move(manifest), *std::move(layout), std::move(identity)};
+  const uint64_t file_bytes = BytesOf(FilePieces(*manifest, kFilePieceBytes));
+  return Checkpoint{*std::move(manifest), *std::move(layout), file_bytes, std::move(identity)};
 }
 
 }  // namespace

@@ -53,6 +53,7 @@ struct BuildProgress {
 struct Checkpoint {
   Manifest manifest;
   Layout layout;
+  uint64_t file_bytes = 0;  // of the pages that the host tier file locks
   // Equal for the same files in the same state and the same tensors of them, different otherwise.
   std::string identity;
 };

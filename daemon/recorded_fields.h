@@ -37,7 +37,8 @@ RESIDENCY_RECORDED(Budget, device_bytes, host_bytes);
 RESIDENCY_RECORDED(HostRoom, available_bytes, cgroup_limit_bytes);
 RESIDENCY_RECORDED(PinOutcome, pinned, reason, message);
 
-RESIDENCY_RECORDED(RegisterRequested, request, name, identity, device, budget, layout, mode, pin, host, tier);
+RESIDENCY_RECORDED(RegisterRequested, request, name, identity, device, budget, layout, mode, pin, host, tier,
+                   file_bytes);
 RESIDENCY_RECORDED(UnloadRequested, request, name);
 RESIDENCY_RECORDED(ActivateRequested, request, name, budget, session, working_bytes, deadline, skip_verification);
 RESIDENCY_RECORDED(DeactivateRequested, request, name, drain);

@@ -30,7 +30,7 @@ uint64_t SumOfCopies(const std::map<ModelId, ModelRecord>& models, Bytes bytes) 
 }  // namespace
 
 uint64_t Records::host_bytes() const {
-  return SumOfCopies(models, [](const ModelRecord& model) { return model.layout.span_bytes; });
+  return SumOfCopies(models, [](const ModelRecord& model) { return model.host_bytes; });
 }
 
 uint64_t Records::pinned_bytes() const {
@@ -39,7 +39,7 @@ uint64_t Records::pinned_bytes() const {
 
 uint64_t Records::pageable_bytes() const {
   return SumOfCopies(models, [](const ModelRecord& model) {
-    return model.state == ModelState::kRegistering || model.pin.pinned ? 0 : model.layout.span_bytes;
+    return model.state == ModelState::kRegistering || model.pin.pinned ? 0 : model.host_bytes;
   });
 }
 

@@ -84,6 +84,7 @@ struct ModelRecord {
   std::optional<uint64_t> asked_device_bytes;  // the budget of the last activation that gave one
   HostTier tier = HostTier::kMirror;           // of its host copy
   HostCopyId host_copy;
+  uint64_t host_bytes = 0;           // that its host copy takes, which other models may count too: HostBytes
   PinWish pin_wish = PinWish::kTry;  // for its host copy
   PinOutcome pin;                    // of its host copy, once that is built
   uint64_t pinned_bytes = 0;         // of its host copy, which other models may count too

@@ -76,6 +76,12 @@ std::vector<FilePiece> FilePieces(const Manifest& manifest, uint64_t piece_bytes
   return pieces;
 }
 
+uint64_t BytesOf(std::span<const FilePiece> pieces) {
+  uint64_t sum = 0;
+  for (const FilePiece& piece : pieces) sum += piece.bytes;
+  return sum;
+}
+
 std::vector<std::vector<CellPart>> FileParts(const Layout& layout, uint32_t component_index, const Manifest& manifest,
                                              std::span<const FilePiece> pieces,
                                              std::span<const std::byte* const> files) {

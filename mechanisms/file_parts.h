@@ -37,6 +37,8 @@ struct FilePiece {
 // lies between two tensors is part of a piece where it is small.
 std::vector<FilePiece> FilePieces(const Manifest& manifest, uint64_t piece_bytes);
 
+uint64_t BytesOf(std::span<const FilePiece> pieces);
+
 // The parts of each cell of component `component_index`, whose manifest the layout was made of. `files` are where each
 // file's first byte is mapped. Tensors that follow each other in the file as on the device are one part.
 std::vector<std::vector<CellPart>> FileParts(const Layout& layout, uint32_t component_index, const Manifest& manifest,

@@ -65,8 +65,7 @@ absl::StatusOr<std::unique_ptr<MappedModel>> MappedModel::Map(const Layout& layo
   if (absl::Status able = CheckReadOnlyPin(device); !able.ok()) return able;
   std::unique_ptr<MappedModel> model(new MappedModel());
   const std::vector<FilePiece> pieces = FilePieces(manifest, options.piece_bytes);
-  uint64_t needed_bytes = 0;
-  for (const FilePiece& piece : pieces) needed_bytes += piece.bytes;
+  const uint64_t needed_bytes = BytesOf(pieces);
   std::vector<const std::byte*> addresses(manifest.files.size());
   uint64_t pinned_bytes = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {

@@ -140,6 +140,7 @@ TEST_CASE("A model in the host tier file is locked whatever the room, and shares
   const auto asked = [](uint64_t request, const std::string& name, HostTier tier, PinPolicy pin = PinPolicy::kAuto) {
     RegisterRequested event = Asked(request, name, pin, {.available_bytes = 3 * kSize});
     event.tier = tier;
+    event.file_bytes = kSize + 4096;
     return event;
   };
   rig.Feed(asked(1, "a", HostTier::kFile));
@@ -162,7 +163,34 @@ TEST_CASE("A model in the host tier file is locked whatever the room, and shares
   CHECK(rig.arbiter().records().page_cache_bytes() == kSize + 4096);
   CHECK(rig.arbiter().records().pinned_bytes() == 2 * kSize + 4096);
   // It takes the host's memory as a mirror does, since nobody can have the pages back.
-  CHECK(rig.arbiter().records().host_bytes() == 2 * kSize);
+  CHECK(rig.arbiter().records().host_bytes() == 2 * kSize + 4096);
+}
+
+TEST_CASE("In the host tier file a model needs the pages that are locked, which may be more than the set, or less") {
+  for (const uint64_t file_bytes : {kSize + 2 * kMiB, kSize - kMiB}) {
+    RegisterRequested event = Asked(1, "a", PinPolicy::kAuto, {.available_bytes = file_bytes});
+    event.tier = HostTier::kFile;
+    event.file_bytes = file_bytes;
+    ArbiterRig fits(64 * kMiB);
+    fits.Feed(event);
+    CHECK(fits.Has<BuildMirrors>());
+    CHECK(fits.arbiter().records().host_bytes() == file_bytes);
+    const auto refused_with = [&event](HostRoom host, Budget budget) {
+      event.host = host;
+      event.budget = budget;
+      ArbiterRig rig(64 * kMiB);
+      rig.Feed(event);
+      const auto refusal = GetRefusal(rig.OnlyReply().status);
+      CHECK(refusal.has_value());
+      return refusal.value_or(Refusal{});
+    };
+    for (const Refusal& refusal :
+         {refused_with({.available_bytes = file_bytes - 1}, {}), refused_with({}, {.host_bytes = file_bytes - 1})}) {
+      CHECK(refusal.reason == "HOST_BUDGET");
+      CHECK(refusal.needed_bytes == file_bytes);
+      CHECK(refusal.available_bytes == file_bytes - 1);
+    }
+  }
 }
 
 TEST_CASE("Two names registered at the same moment for the same files in the host tier file have one copy") {

@@ -42,7 +42,9 @@ TEST_CASE("Every tensor of every checkpoint is the same from its files as from a
 TEST_CASE("The first activation from files is trusted and said to be, later ones are verified against it") {
   DaemonRig rig;
   const Hashes truth = WriteCheckpoint(rig.Path("a.safetensors"), {5 * kMiB + 3, 77, 2 * kMiB}, 51);
+  const Json dry = rig.Do({"register", "a", rig.Path("a.safetensors"), "--host_tier", "file", "--dry_run"});
   const Json one = rig.Do({"register", "a", rig.Path("a.safetensors"), "--host_tier", "file"});
+  CHECK(dry.at("host_needed_bytes") == one.at("pinned_bytes"));
   // Another name for the same files has the same pages locked; a mirror of them is another copy.
   rig.Do({"register", "b", rig.Path("a.safetensors"), "--host_tier", "file"});
   const uint64_t page_cache_bytes = one.at("pinned_bytes");
