@@ -119,6 +119,7 @@ class Broker {
 
   // The mirrors that one model has, or several of the same files, or their mappings. It goes with the last of them.
   struct HostCopy {
+    HostTier tier = HostTier::kMirror;
     BuiltMirrors built;
     bool complete = false;
     uint64_t pinned_bytes = 0;
@@ -157,7 +158,7 @@ class Broker {
   void Do(const EndLease& effect);
   void Do(const SetTimer& effect);
 
-  void ReadCopy(HostCopyId id, PinWish pin, HostTier tier);
+  void ReadCopy(HostCopyId id, PinWish pin);
   void OnProgress(HostCopyId id, const BuildProgress& progress);
   void OnMirrors(HostCopyId id, BuiltMirrors built);
   void OnCopyComplete(ModelId id);

@@ -56,13 +56,13 @@ RegisterRequested Broker::RegisterEvent(RequestId request, const RegisterOptions
 }
 
 // Asked for each registration, since others use the host too. What readings under way will still take is not missing
-// from the system's figures yet.
+// from the system's figures yet. What the host tier file locks never is: the core knows it.
 HostRoom Broker::MeasureHost() const {
   const HostMemory memory = ReadHostMemory();
   HostRoom room{.available_bytes = memory.room_bytes(), .cgroup_limit_bytes = memory.mirror_limit_bytes()};
   uint64_t unread_bytes = 0;
   for (const auto& [id, copy] : copies_) {
-    if (copy->complete) continue;
+    if (copy->complete || copy->tier == HostTier::kFile) continue;
     const auto found = models_.find(copy->reader);
     const LoadedModel& model = found != models_.end() ? *found->second : *copy->kept;
     unread_bytes += model.checkpoint.layout.span_bytes - model.loaded_bytes;
@@ -138,15 +138,16 @@ void Broker::Do(const BuildMirrors& effect) {
   if (is_new) {
     copy->second = std::make_unique<HostCopy>();
     copy->second->reader = effect.model;
+    copy->second->tier = effect.tier;
     model.loaded_bytes = 0;
     model.loaded_pinned_bytes = 0;
-    ReadCopy(effect.copy, effect.pin, effect.tier);
+    ReadCopy(effect.copy, effect.pin);
   } else if (copy->second->complete) {
     OnCopyComplete(effect.model);
   }
 }
 
-void Broker::ReadCopy(HostCopyId id, PinWish pin, HostTier tier) {
+void Broker::ReadCopy(HostCopyId id, PinWish pin) {
   HostCopy& copy = *copies_.at(id);
   const LoadedModel& model = *models_.at(copy.reader);
   const auto pinned_bytes = [this] {
@@ -157,7 +158,7 @@ void Broker::ReadCopy(HostCopyId id, PinWish pin, HostTier tier) {
   const auto progress = [this, id](const BuildProgress& made) { OnProgress(id, made); };
   const auto done = [this, id](BuiltMirrors built) { OnMirrors(id, std::move(built)); };
   const Device& device = GpuOf(model.device).device();
-  if (tier == HostTier::kFile) {
+  if (copy.tier == HostTier::kFile) {
     loader_->MapFiles(model.checkpoint, device, pinned_bytes, copy.cancelled, progress, done);
   } else {
     loader_->BuildMirrors(model.checkpoint, device, pin, pinned_bytes, copy.cancelled, progress, done);
@@ -278,7 +279,7 @@ void Broker::Do(const DropModel& effect) {
 void Broker::SetHostStatus(v1::HostStatus& host) const {
   const Records& records = arbiter_.records();
   const HostRoom room = MeasureHost();
-  const auto budget_bytes = HostBudgetBytes(room, records.host_bytes(), options_.host_budget_bytes);
+  const auto budget_bytes = HostBudgetBytes(room, records, options_.host_budget_bytes);
   if (budget_bytes.has_value()) host.set_budget_bytes(*budget_bytes);
   host.set_pinned_bytes(records.pinned_bytes());
   host.set_pageable_bytes(records.pageable_bytes());

@@ -35,9 +35,8 @@ v1::DryRun DryRunOf(const RegisterRequested& event, const HostPlan& plan, const 
 
   if (event.mode == ModelMode::kHeld && !held.fits() && phased.fits()) run.add_advised_flags("--phased");
   // An explicit choice wins, so it can lock more than leaves the host well.
-  const bool tight =
-      event.host.available_bytes.has_value() && *event.host.available_bytes / 2 < event.layout.span_bytes;
-  if (event.pin == PinPolicy::kYes && tight && !plan.copy) run.add_advised_flags("--pin no");
+  const bool can_be_pageable = event.tier != HostTier::kFile;
+  if (event.pin == PinPolicy::kYes && plan.little_room && can_be_pageable) run.add_advised_flags("--pin no");
   return run;
 }
 

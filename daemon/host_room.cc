@@ -29,9 +29,16 @@ bool MayShare(const ModelRecord& model, HostTier tier, PinPolicy policy) {
   return !model.dropping && (policy == PinPolicy::kAuto || model.pin.pinned == (policy == PinPolicy::kYes));
 }
 
-void DecidePin(const RegisterRequested& event, HostPlan& plan) {
+// What the host leaves to another copy: less than the system says by the pages of weight files, which are locked, or
+// are about to be and then as lost as memory that a mirror will yet take.
+std::optional<uint64_t> AvailableBytes(const HostRoom& room, const Records& records) {
+  if (!room.available_bytes.has_value()) return std::nullopt;
+  return SaturatingSubtract(*room.available_bytes, records.file_bytes());
+}
+
+void DecidePin(const RegisterRequested& event, std::optional<uint64_t> available_bytes, HostPlan& plan) {
   const uint64_t set_bytes = HostBytes(event);
-  const std::optional<uint64_t> available_bytes = event.host.available_bytes;
+  plan.little_room = available_bytes.has_value() && *available_bytes / 2 < set_bytes;
   if (event.tier == HostTier::kFile) {
     plan.wish = PinWish::kMust;
     plan.pin = {true, PinReason::kHostTier,
@@ -40,7 +47,7 @@ void DecidePin(const RegisterRequested& event, HostPlan& plan) {
     const bool pinned = event.pin == PinPolicy::kYes;
     plan.wish = pinned ? PinWish::kMust : PinWish::kNo;
     plan.pin = {pinned, PinReason::kRequested, absl::StrCat(pinned ? "page-locked" : "pageable", ", as was asked for")};
-  } else if (!available_bytes.has_value() || *available_bytes / 2 >= set_bytes) {
+  } else if (!plan.little_room) {
     plan.wish = PinWish::kTry;
     plan.pin = {true, PinReason::kRoom,
                 available_bytes.has_value() ? absl::StrCat("page-locked: the host has ", *available_bytes,
@@ -77,11 +84,13 @@ absl::Status CheckTier(const RegisterRequested& event) {
   return absl::OkStatus();
 }
 
-std::optional<uint64_t> HostBudgetBytes(const HostRoom& room, uint64_t held_bytes,
+std::optional<uint64_t> HostBudgetBytes(const HostRoom& room, const Records& records,
                                         std::optional<uint64_t> configured_bytes) {
+  const uint64_t held_bytes = records.host_bytes();
+  const std::optional<uint64_t> available_bytes = AvailableBytes(room, records);
   uint64_t budget_bytes = std::min(configured_bytes.value_or(kNoLimit), room.cgroup_limit_bytes.value_or(kNoLimit));
-  if (room.available_bytes.has_value() && *room.available_bytes < kNoLimit - held_bytes) {
-    budget_bytes = std::min(budget_bytes, held_bytes + *room.available_bytes);
+  if (available_bytes.has_value() && *available_bytes < kNoLimit - held_bytes) {
+    budget_bytes = std::min(budget_bytes, held_bytes + *available_bytes);
   }
   return budget_bytes == kNoLimit ? std::nullopt : std::optional<uint64_t>(budget_bytes);
 }
@@ -99,10 +108,11 @@ HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::o
     plan.needed_bytes = 0;
     break;
   }
-  if (!plan.copy) DecidePin(event, plan);
+  const std::optional<uint64_t> host_available_bytes = AvailableBytes(event.host, records);
+  if (!plan.copy) DecidePin(event, host_available_bytes, plan);
 
   const uint64_t held_bytes = records.host_bytes();
-  const std::optional<uint64_t> budget_bytes = HostBudgetBytes(event.host, held_bytes, configured_bytes);
+  const std::optional<uint64_t> budget_bytes = HostBudgetBytes(event.host, records, configured_bytes);
   if (budget_bytes.has_value()) plan.available_bytes = SaturatingSubtract(*budget_bytes, held_bytes);
   // What the caller grants the model counts whether or not the bytes are there already.
   if (event.budget.host_bytes.value_or(kNoLimit) < set_bytes) {
@@ -116,7 +126,7 @@ HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::o
   };
   add("--host_budget", configured_bytes);
   add("the cgroup leaves mirrors", event.host.cgroup_limit_bytes);
-  add("host and cgroup have", event.host.available_bytes);
+  add("host and cgroup have", host_available_bytes);
   add("the model's own budget", event.budget.host_bytes);
   plan.room = Refuse(
       absl::StatusCode::kResourceExhausted,

@@ -67,6 +67,7 @@ enum class PinWish : uint8_t {
 // The host's memory, as measured when a registration comes.
 struct HostRoom {
   // What the system and the cgroups leave to mirrors, beyond those there are and what readings under way still take.
+  // Locked pages of weight files are in it: the system counts them as any page cache, which it could take back.
   std::optional<uint64_t> available_bytes;
   // Most of all mirrors together, as a cgroup limits them.
   std::optional<uint64_t> cgroup_limit_bytes;
@@ -80,6 +81,8 @@ struct HostPlan {
   absl::Status room;
   PinWish wish = PinWish::kTry;
   PinOutcome pin;  // so far as is known before the driver is asked
+  // A copy of its own would be more than half of what the host has.
+  bool little_room = false;
 };
 
 // What its host copy takes of the host: the set, or the pages of its files that are locked.
@@ -91,9 +94,9 @@ absl::Status CheckTier(const RegisterRequested& event);
 // `configured_bytes` is --host_budget. The name is not looked at.
 HostPlan PlanHost(const RegisterRequested& event, const Records& records, std::optional<uint64_t> configured_bytes);
 
-// What all mirrors may take together as things are: never more than was configured, than a cgroup leaves, or than the
-// host has. Nothing where nothing limits them.
-std::optional<uint64_t> HostBudgetBytes(const HostRoom& room, uint64_t held_bytes,
+// What all host copies may take together as things are: never more than was configured, than a cgroup leaves, or than
+// the host has. Nothing where nothing limits them.
+std::optional<uint64_t> HostBudgetBytes(const HostRoom& room, const Records& records,
                                         std::optional<uint64_t> configured_bytes);
 
 }  // namespace residency

@@ -43,6 +43,11 @@ uint64_t Records::pageable_bytes() const {
   });
 }
 
+uint64_t Records::file_bytes() const {
+  return SumOfCopies(models,
+                     [](const ModelRecord& model) { return model.tier == HostTier::kFile ? model.host_bytes : 0; });
+}
+
 uint64_t Records::page_cache_bytes() const {
   return SumOfCopies(models,
                      [](const ModelRecord& model) { return model.tier == HostTier::kFile ? model.pinned_bytes : 0; });

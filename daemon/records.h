@@ -126,7 +126,8 @@ struct Records {
   uint64_t host_bytes() const;
   uint64_t pinned_bytes() const;
   uint64_t pageable_bytes() const;
-  // Of pinned_bytes, what is the page cache of weight files.
+  // Of host_bytes, what is or will be page cache of weight files; and of pinned_bytes.
+  uint64_t file_bytes() const;
   uint64_t page_cache_bytes() const;
 
   ModelRecord* FindModel(std::string_view name);

@@ -214,6 +214,35 @@ TEST_CASE("Two names registered at the same moment for the same files in the hos
   }
 }
 
+TEST_CASE("Locked pages of weight files, which the system still calls available, are room for nobody") {
+  ArbiterRig rig(64 * kMiB);
+  RegisterRequested files = Asked(1, "files", PinPolicy::kAuto, {}, "others");
+  files.tier = HostTier::kFile;
+  files.file_bytes = 3 * kMiB;
+  rig.Feed(files);
+  const BuildMirrors build = rig.Take<BuildMirrors>().at(0);
+  const auto plan = [&rig](PinPolicy pin, uint64_t available_bytes) {
+    return rig.arbiter().PlanHost(Asked(2, "a", pin, {.available_bytes = available_bytes}));
+  };
+  const auto check = [&] {
+    const Records& records = rig.arbiter().records();
+    CHECK(plan(PinPolicy::kNo, kSize + 3 * kMiB).room.ok());
+    const HostPlan refused = plan(PinPolicy::kNo, kSize + 3 * kMiB - 1);
+    CHECK(GetRefusal(refused.room)->available_bytes == kSize - 1);
+    CHECK(plan(PinPolicy::kNo, kMiB).available_bytes == 0);
+    CHECK(plan(PinPolicy::kAuto, 2 * kSize + 3 * kMiB).pin.reason == PinReason::kRoom);
+    CHECK(plan(PinPolicy::kAuto, 2 * kSize + 3 * kMiB - 1).pin.reason == PinReason::kLittleRoom);
+    CHECK_FALSE(plan(PinPolicy::kYes, 2 * kSize + 3 * kMiB).little_room);
+    CHECK(plan(PinPolicy::kYes, 2 * kSize + 3 * kMiB - 1).little_room);
+    // What all copies may take is what there is and the rest; before, the pages counted on both sides.
+    CHECK(HostBudgetBytes({.available_bytes = kSize + 3 * kMiB}, records, std::nullopt) == 3 * kMiB + kSize);
+  };
+  // Also while they are being locked.
+  check();
+  rig.Feed(MirrorsBuilt{build.model, absl::OkStatus(), 3 * kMiB});
+  check();
+}
+
 TEST_CASE("The host tier file is refused for a phased model, for a pageable one, and for a name with the other tier") {
   ArbiterRig rig(64 * kMiB);
   RegisterRequested event = Asked(1, "a");
