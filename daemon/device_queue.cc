@@ -433,8 +433,13 @@ void DeviceQueue::On(const PoolTrimmed& event) {
   // The model of a deactivation is off its GPU, whatever became of the pool.
   if (std::holds_alternative<DeactivateRequested>(job_->request)) {
     DeactivateOutcome outcome = job_->cleared;
+    // Cells that were idle before have gone with its own. What the figure did not rise by is counted against its own.
+    const uint64_t idle_before_bytes = SaturatingSubtract(event.trimmed_bytes, outcome.pooled_bytes);
+    const uint64_t freed_bytes =
+        SaturatingSubtract(std::min(event.freed_bytes, event.trimmed_bytes), idle_before_bytes);
+    if (!event.status.ok()) outcome.freed_bytes.reset();
+    if (outcome.freed_bytes.has_value()) *outcome.freed_bytes += freed_bytes;
     outcome.pooled_bytes = SaturatingSubtract(outcome.pooled_bytes, event.trimmed_bytes);
-    outcome.freed_bytes += event.freed_bytes;
     outcome.duration = context_.now - job_->began;
     ReplyNow(absl::OkStatus(), outcome);
   } else if (event.status.ok()) {

@@ -14,7 +14,7 @@ void DeviceQueue::Start(const DeactivateRequested& request) {
   ModelRecord& model = Model(job_->model);
   if (model.state == ModelState::kActive) return Clear(model.id);
   if (model.state == ModelState::kInactive) {
-    ReplyNow(absl::OkStatus(), DeactivateOutcome{});
+    ReplyNow(absl::OkStatus(), DeactivateOutcome{.freed_bytes = 0});
   } else {
     ReplyNow(Refuse(absl::StatusCode::kFailedPrecondition,
                     model.state == ModelState::kBroken ? "BROKEN" : "REGISTERING",

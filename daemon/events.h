@@ -139,10 +139,10 @@ struct PlanRealized {
   uint64_t copied_bytes = 0;
   uint64_t verified_cells = 0;
   uint64_t refilled_cells = 0;
-  uint64_t unmapped_bytes = 0;        // left the addresses
-  uint64_t pooled_bytes = 0;          // of them went to the cell pool, as measured there
-  uint64_t freed_bytes = 0;           // by how much the driver's free figure rose
-  uint64_t copied_to_host_bytes = 0;  // counted; a deactivation has none
+  uint64_t unmapped_bytes = 0;          // left the addresses
+  uint64_t pooled_bytes = 0;            // of them went to the cell pool, as measured there
+  std::optional<uint64_t> freed_bytes;  // by how much the driver's free figure rose; nothing where it did not say
+  uint64_t copied_to_host_bytes = 0;    // counted; a deactivation has none
   absl::Duration duration;
   std::vector<GiverEmptied> givers;  // one for each that was named
   uint64_t trusted_cells = 0;        // not verified: nothing was known of their bytes before
@@ -163,7 +163,7 @@ struct CellsVerified {
 struct PoolTrimmed {
   DeviceId device;
   absl::Status status;
-  uint64_t trimmed_bytes = 0;  // left the pool
+  uint64_t trimmed_bytes = 0;  // left the pool, also where `status` is that the driver did not say what this freed
   uint64_t freed_bytes = 0;    // by how much the driver's free figure rose
 };
 
@@ -269,7 +269,7 @@ struct ActivateOutcome {
 
 struct DeactivateOutcome {
   uint64_t pooled_bytes = 0;
-  uint64_t freed_bytes = 0;
+  std::optional<uint64_t> freed_bytes;  // nothing: not known
   uint64_t copied_bytes = 0;
   absl::Duration duration;
 };

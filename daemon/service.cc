@@ -295,7 +295,7 @@ grpc::ServerUnaryReactor* Service::Deactivate(grpc::CallbackServerContext* conte
     const RequestId id = broker_.Deactivate(request->model(), *drain, [&call, response](const Reply& reply) {
       if (const auto* outcome = std::get_if<DeactivateOutcome>(&reply.outcome)) {
         response->set_pooled_bytes(outcome->pooled_bytes);
-        response->set_freed_bytes(outcome->freed_bytes);
+        if (outcome->freed_bytes.has_value()) response->set_freed_bytes(*outcome->freed_bytes);
         response->set_copied_bytes(outcome->copied_bytes);
         response->set_seconds(absl::ToDoubleSeconds(outcome->duration));
       }

@@ -120,6 +120,7 @@ class ArbiterRig {
                       .verified_cells = layout.cells.size(),
                       .unmapped_bytes = priced_bytes > 0 ? 0 : before_bytes,
                       .pooled_bytes = priced_bytes > 0 ? 0 : before_bytes,
+                      .freed_bytes = 0,
                       .givers = std::move(givers)});
   }
   // Activation from request to reply, with room.

@@ -413,13 +413,47 @@ TEST_CASE("Where idle cells are not kept a deactivation ends once they are the d
     CHECK(outcome.pooled_bytes == 0);
     CHECK(outcome.freed_bytes == kSize);
   }
-  SECTION("without a figure, which is no failure of the deactivation") {
+  SECTION("but not those that were idle before") {
+    rig.Feed(PoolTrimmed{.device = DeviceId{1}, .trimmed_bytes = kSize + 6 * kMiB, .freed_bytes = kSize + 6 * kMiB});
+    const auto outcome = std::get<DeactivateOutcome>(rig.OnlyReply().outcome);
+    CHECK(outcome.pooled_bytes == 0);
+    CHECK(outcome.freed_bytes == kSize);
+  }
+  SECTION("and no more than is sure to be its own, where somebody keeps a part or others give memory back meanwhile") {
+    const bool others = GENERATE(false, true);
+    rig.Feed(PoolTrimmed{.device = DeviceId{1},
+                         .trimmed_bytes = kSize + 6 * kMiB,
+                         .freed_bytes = others ? kSize + 9 * kMiB : kSize + 4 * kMiB});
+    CHECK(std::get<DeactivateOutcome>(rig.OnlyReply().outcome).freed_bytes == (others ? kSize : kSize - 2 * kMiB));
+  }
+  SECTION("without a figure, which is no failure of the deactivation, and is not said to be nothing") {
     rig.Feed(PoolTrimmed{DeviceId{1}, absl::InternalError("cuMemGetInfo"), kSize});
     const Reply reply = rig.OnlyReply();
     CHECK(reply.status.ok());
-    CHECK(std::get<DeactivateOutcome>(reply.outcome).freed_bytes == 0);
+    CHECK(std::get<DeactivateOutcome>(reply.outcome).pooled_bytes == 0);
+    CHECK(std::get<DeactivateOutcome>(reply.outcome).freed_bytes == std::nullopt);
   }
   CHECK_FALSE(rig.Has<TrimPool>());
+}
+
+TEST_CASE("What a deactivation freed is not known where the driver did not say, whatever a trim freed after it") {
+  for (const absl::Duration pool_idle : {absl::ZeroDuration(), absl::Seconds(10)}) {
+    ArbiterRig rig(64 * kMiB, pool_idle);
+    const ModelId a = rig.Register("a", kSize);
+    rig.BringOn("a", a);
+    rig.effects.clear();
+    rig.Deactivate("a");
+    rig.Feed(PlanRealized{.model = a, .unmapped_bytes = kSize, .pooled_bytes = 2 * kMiB});
+    if (pool_idle == absl::ZeroDuration()) {
+      rig.Feed(PoolTrimmed{.device = DeviceId{1}, .trimmed_bytes = 2 * kMiB, .freed_bytes = 2 * kMiB});
+    }
+    CHECK(std::get<DeactivateOutcome>(rig.OnlyReply().outcome).freed_bytes == std::nullopt);
+  }
+  // That there was nothing to take off is known.
+  ArbiterRig rig(64 * kMiB);
+  rig.Register("a", kSize);
+  rig.Deactivate("a");
+  CHECK(std::get<DeactivateOutcome>(rig.OnlyReply().outcome).freed_bytes == 0);
 }
 
 TEST_CASE("An activation that its caller gives up before anything moved evicts nobody") {

@@ -209,7 +209,8 @@ int Deactivate(const GlobalFlags& flags, const DeactivateFlags& options) {
   return ReportDone(flags, response,
                     absl::StrFormat("deactivated %s in %.3f s: %s to the pool, %s to the driver, %s copied\n",
                                     options.name, response.seconds(), FormatBytes(response.pooled_bytes()),
-                                    FormatBytes(response.freed_bytes()), FormatBytes(response.copied_bytes())));
+                                    response.has_freed_bytes() ? FormatBytes(response.freed_bytes()) : "unknown",
+                                    FormatBytes(response.copied_bytes())));
 }
 
 int Unload(const GlobalFlags& flags, const std::string& name) {
