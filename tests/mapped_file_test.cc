@@ -22,6 +22,7 @@
 #include "mechanisms/file_parts.h"
 #include "mechanisms/file_source.h"
 #include "mechanisms/refusal.h"
+#include "tests/mirror_models.h"
 #include "tests/source_files.h"
 #include "tests/test_driver.h"
 
@@ -30,49 +31,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr uint64_t kCellBytes = 2 * kMiB;
 constexpr uint64_t kPage = 4096;
-
-// A tensor's place in a file.
-struct Range {
-  uint32_t file = 0;
-  uint64_t offset = 0;
-  uint64_t bytes = 0;
-};
 using Components = std::vector<std::vector<Range>>;
-
-Manifest MakeManifest(std::vector<SourceFile> files, const Components& components) {
-  Manifest manifest{.files = std::move(files)};
-  for (const std::vector<Range>& ranges : components) {
-    ManifestComponent component{.name = "part" + std::to_string(manifest.components.size())};
-    for (const Range& range : ranges) {
-      component.tensors.push_back({.name = "tensor" + std::to_string(component.tensors.size()),
-                                   .shape = {range.bytes},
-                                   .file = range.file,
-                                   .file_offset = range.offset,
-                                   .bytes = range.bytes});
-    }
-    manifest.components.push_back(std::move(component));
-  }
-  return manifest;
-}
-
-Layout LayoutOf(const Manifest& manifest) {
-  return *MakeLayout(ToLayoutComponents(manifest), kCellBytes, kDefaultGranuleBytes);
-}
-
-// The image of a component as the design describes it: tensors in order, each on the next multiple of 256, zeros
-// between and behind them up to the next multiple of 2 MiB.
-Bytes ExpectedImage(const std::vector<Range>& ranges) {
-  Bytes image;
-  for (const Range& range : ranges) {
-    image.resize((image.size() + 255) / 256 * 256);
-    const Bytes content = Content(range.file, range.offset, range.bytes);
-    image.insert(image.end(), content.begin(), content.end());
-  }
-  image.resize((image.size() + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB));
-  return image;
-}
 
 // Odd offsets, tensors across the ends of cells and pieces, tensors smaller than a word, empty ones, neighbours that
 // stay neighbours on the device, two files in one component, and one file in two.
@@ -100,8 +60,9 @@ struct Rig {
     WriteContent(dir.Path("b"), 1, 3 * kMiB + 5);
     MakeOld(dir.Path("a"));
     MakeOld(dir.Path("b"));
-    manifest = MakeManifest({Describe(dir.Path("a")), Describe(dir.Path("b"))}, kComponents);
-    layout = LayoutOf(manifest);
+    Model files = MakeModel({Describe(dir.Path("a")), Describe(dir.Path("b"))}, kComponents);
+    manifest = std::move(files.manifest);
+    layout = std::move(files.layout);
     options.piece_bytes = piece_bytes;
     arena = *Arena::Create(*device, pool, *digester, layout);
   }
@@ -190,7 +151,7 @@ struct Interposed {
 TEST_CASE("pages of tensors are locked in pieces, by file and offset, none twice, small gaps with them") {
   const Components components = {{{1, 5000, 100}, {0, 3 * kPage, 2 * kPage}, {0, 10, 20}},
                                  {{0, 3 * kPage + 5, 0}, {0, 40 * kMiB - 1, 2}, {1, 5050, 200}}};
-  const Manifest manifest = MakeManifest({{}, {}}, components);
+  const Manifest manifest = MakeModel({{}, {}}, components).manifest;
   CHECK(FilePieces(manifest, 3 * kPage) ==
         std::vector<FilePiece>{{0, 0, 3 * kPage},          // up to the second tensor is a gap of two pages
                                {0, 3 * kPage, 2 * kPage},  // cut at the border of a piece
@@ -200,7 +161,7 @@ TEST_CASE("pages of tensors are locked in pieces, by file and offset, none twice
 }
 
 TEST_CASE("whoever gives a mapping up waits for at most 64 MiB to be read and locked") {
-  const Manifest manifest = MakeManifest({{}, {}}, {{{0, 10, 5 * kGiB}}, {{1, 0, 65 * kMiB}}});
+  const Manifest manifest = MakeModel({{}, {}}, {{{0, 10, 5 * kGiB}}, {{1, 0, 65 * kMiB}}}).manifest;
   const std::vector<FilePiece> pieces = FilePieces(manifest, MapOptions().piece_bytes);
   uint64_t most_bytes = 0;
   for (const FilePiece& piece : pieces) most_bytes = std::max(most_bytes, piece.bytes);
@@ -211,8 +172,7 @@ TEST_CASE("whoever gives a mapping up waits for at most 64 MiB to be read and lo
 
 TEST_CASE("a cell's parts are its tensors, cut at cells and pieces, neighbours together, with zeros between") {
   const Components components = {{{0, 100, 256}, {0, 356, 1000}, {0, 1356, 3 * kMiB}}, {{1, 0, 2 * kMiB}}, {}};
-  const Manifest manifest = MakeManifest({{}, {}}, components);
-  const Layout layout = LayoutOf(manifest);
+  const auto [manifest, layout] = MakeModel({{}, {}}, components);
   const Bytes memory(8);
   const std::byte* a = memory.data();
   const std::byte* b = a + (uint64_t{1} << 40);
