@@ -23,6 +23,7 @@
 #include "daemon/recording.h"
 #include "daemon/sessions.h"
 #include "mechanisms/driver.h"
+#include "mechanisms/host_memory.h"
 #include "mechanisms/nvml.h"
 #include "proto/residency.pb.h"
 
@@ -183,6 +184,7 @@ class Broker {
   Arbiter arbiter_;
   const std::unique_ptr<Recorder> recorder_;  // null where nothing is recorded
   Sessions sessions_;
+  const HostMemoryReader host_memory_;
   std::map<ModelId, std::unique_ptr<LoadedModel>> models_;
   std::map<HostCopyId, std::unique_ptr<HostCopy>> copies_;
   std::map<RequestId, Done> done_;

@@ -11,7 +11,6 @@
 #include "daemon/broker.h"
 #include "daemon/dry_run.h"
 #include "daemon/status.h"
-#include "mechanisms/host_memory.h"
 #include "mechanisms/refusal.h"
 
 namespace residency {
@@ -58,7 +57,7 @@ RegisterRequested Broker::RegisterEvent(RequestId request, const RegisterOptions
 // Asked for each registration, since others use the host too. What readings under way will still take is not missing
 // from the system's figures yet. What the host tier file locks never is: the core knows it.
 HostRoom Broker::MeasureHost() const {
-  const HostMemory memory = ReadHostMemory();
+  const HostMemory memory = host_memory_.Read();
   HostRoom room{.available_bytes = memory.room_bytes(), .cgroup_limit_bytes = memory.mirror_limit_bytes()};
   uint64_t unread_bytes = 0;
   for (const auto& [id, copy] : copies_) {

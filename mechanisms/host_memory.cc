@@ -6,6 +6,7 @@
 #include <limits>
 #include <sstream>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/numbers.h"
@@ -75,12 +76,6 @@ void AddLevel(const std::string& directory, const CgroupFiles& files, HostMemory
       memory.cgroup_available_bytes, SaturatingSubtract(*limit_bytes, SaturatingSubtract(*usage_bytes, cache_bytes)));
 }
 
-// A mounted cgroup file system: its directory, and which cgroup that is.
-struct CgroupMount {
-  std::string directory;
-  std::string cgroup;
-};
-
 // From mountinfo(5), the file system of version 2, or that of version 1's memory controller.
 std::optional<CgroupMount> FindMount(const std::vector<std::string>& mountinfo, bool version2) {
   for (const std::string& line : mountinfo) {
@@ -120,24 +115,29 @@ Bytes HostMemory::mirror_limit_bytes() const {
   return SaturatingSubtract(*cgroup_limit_bytes, kCgroupReserveBytes);
 }
 
-HostMemory ReadHostMemory(const std::string& root) {
+HostMemoryReader::HostMemoryReader(std::string root) : root_(std::move(root)) {
+  const std::vector<std::string> mountinfo = Lines(absl::StrCat(root_, "/proc/self/mountinfo"));
+  version1_ = FindMount(mountinfo, /*version2=*/false);
+  version2_ = FindMount(mountinfo, /*version2=*/true);
+}
+
+HostMemory HostMemoryReader::Read() const {
   HostMemory memory;
-  const Bytes available_kib = Field(Lines(absl::StrCat(root, "/proc/meminfo")), "MemAvailable");
+  const Bytes available_kib = Field(Lines(absl::StrCat(root_, "/proc/meminfo")), "MemAvailable");
   if (available_kib.has_value() && *available_kib < kNoLimitBytes / kKiB)
     memory.available_bytes = *available_kib * kKiB;
-  const std::vector<std::string> mountinfo = Lines(absl::StrCat(root, "/proc/self/mountinfo"));
-  for (const std::string& line : Lines(absl::StrCat(root, "/proc/self/cgroup"))) {
+  for (const std::string& line : Lines(absl::StrCat(root_, "/proc/self/cgroup"))) {
     // "0::/path" is version 2's, "4:cpu,memory:/path" one of version 1's.
     const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
     if (parts.size() != 3) continue;
     const bool version2 = parts[1].empty();
     const std::vector<std::string> controllers = absl::StrSplit(parts[1], ',');
     if (!version2 && std::find(controllers.begin(), controllers.end(), "memory") == controllers.end()) continue;
-    const std::optional<CgroupMount> mount = FindMount(mountinfo, version2);
+    const std::optional<CgroupMount>& mount = version2 ? version2_ : version1_;
     if (!mount.has_value()) continue;
     // From the cgroup up to the root of what is mounted.
     for (std::string below = Below(*mount, parts[2]);; below.resize(below.rfind('/'))) {
-      AddLevel(absl::StrCat(root, mount->directory, below), version2 ? kVersion2 : kVersion1, memory);
+      AddLevel(absl::StrCat(root_, mount->directory, below), version2 ? kVersion2 : kVersion1, memory);
       if (below.empty()) break;
     }
   }

@@ -36,6 +36,7 @@ class FakeRoot {
               mounted + " /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory\n");
   }
   HostMemory Read() const { return ReadHostMemory(dir_.Path("")); }
+  HostMemoryReader Reader() const { return HostMemoryReader(dir_.Path("")); }
 
  private:
   TempDir dir_;
@@ -65,6 +66,31 @@ TEST_CASE("memory.max of version 2 is read, and the cache of files counts as fre
   CHECK(memory.mirror_limit_bytes() == 3 * kGiB);
   CHECK(memory.cgroup_available_bytes == 2 * kGiB + 512 * kMiB);
   CHECK(memory.room_bytes() == kGiB + 512 * kMiB);
+}
+
+TEST_CASE("whoever reads again looks for the mounts no more, and sees everything else as it is by then") {
+  for (const bool version2 : {true, false}) {
+    INFO("version " << (version2 ? 2 : 1));
+    FakeRoot root;
+    const auto use = [&](const std::string& cgroup) { version2 ? root.UseVersion2(cgroup) : root.UseVersion1(cgroup); };
+    const std::string limit = version2 ? "memory.max" : "memory.limit_in_bytes";
+    const std::string top = version2 ? kV2 : kV1;
+    use("/a");
+    root.Write(top + "a/" + limit, "2147483648\n");
+    root.Write(top + "b/" + limit, "4294967296\n");
+    const HostMemoryReader reader = root.Reader();
+    CHECK(reader.Read().cgroup_limit_bytes == 2 * kGiB);
+    root.Write(top + "a/" + limit, "3221225472\n");
+    root.Write("proc/meminfo", "MemAvailable:    4194304 kB\n");
+    root.Write("proc/self/mountinfo", "24 1 0:22 / /proc rw - proc proc rw\n");
+    CHECK(reader.Read().cgroup_limit_bytes == 3 * kGiB);
+    CHECK(reader.Read().available_bytes == 4 * kGiB);
+    // Moved into another cgroup.
+    use("/b");
+    root.Write("proc/self/mountinfo", "");
+    CHECK(reader.Read().cgroup_limit_bytes == 4 * kGiB);
+    CHECK(root.Read().cgroup_limit_bytes == std::nullopt);
+  }
 }
 
 TEST_CASE("the least of a cgroup and its ancestors counts, whichever it is") {
