@@ -253,6 +253,17 @@ TEST_CASE("A swap fills the cells that clients have let go, and waits for the ot
   CHECK(swap.second.arena->Measure().device_bytes == 16 * kMiB);
 }
 
+TEST_CASE("A plan that brings no cells waits all the same for the clients of those that give way to it") {
+  HeldSwap swap;
+  std::stop_source stop;
+  stop.request_stop();
+  Arena* const givers[] = {swap.rig.arena.get()};
+  const auto report = swap.second.arena->Realize(NoneResident(swap.second.layout), swap.second.sources(),
+                                                 {.stop = stop.get_token(), .givers = givers});
+  CHECK(ReasonOf(report.status()) == "CANCELLED");
+  CHECK(swap.rig.arena->MappedCells() == std::vector<uint32_t>{2, 3, 4});
+}
+
 TEST_CASE("A swap whose victim a client does not let go stops when it is told to, and both are as before") {
   HeldSwap swap;
   std::stop_source stop;
