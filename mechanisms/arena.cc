@@ -119,12 +119,25 @@ absl::Status Arena::Remove(const std::vector<uint32_t>& cells, RealizeReport& re
   return absl::OkStatus();
 }
 
-// Whether what `cells` come from is what it was.
-absl::Status Arena::CheckSources(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const {
+std::set<uint32_t> Arena::ComponentsOf(const std::vector<uint32_t>& cells) const {
   std::set<uint32_t> components;
   for (uint32_t cell : cells) components.insert(layout_.cells[cell].component);
-  for (uint32_t component : components) {
+  return components;
+}
+
+// Whether what `cells` come from is what it was.
+absl::Status Arena::CheckSources(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const {
+  for (uint32_t component : ComponentsOf(cells)) {
     if (auto status = sources[component]->CheckUnchanged(); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+// Waits until what `cells` come from is known to be right.
+absl::Status Arena::AwaitSources(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
+                                 const std::stop_token& stop) const {
+  for (uint32_t component : ComponentsOf(cells)) {
+    if (auto status = sources[component]->AwaitEnd(stop); !status.ok()) return status;
   }
   return absl::OkStatus();
 }

@@ -111,7 +111,7 @@ class Arena {
   // no memory here: windows belong to leases.
   // RESOURCE_EXHAUSTED/GPU_MEMORY: the device had no room after all; DATA_LOSS/VERIFY: a cell did not match
   // its source's digest, nor after a refill; FAILED_PRECONDITION/BROKEN; UNAVAILABLE/DEVICE_LOST; CANCELLED/CANCELLED;
-  // what Source::CheckUnchanged answers, before cells come or after.
+  // what Source::CheckUnchanged answers, before cells come or after; why Source::AwaitCell or AwaitEnd give up.
   absl::StatusOr<RealizeReport> Realize(const Plan& plan, std::span<const Source* const> sources,
                                         const RealizeOptions& options = {});
 
@@ -182,7 +182,10 @@ class Arena {
   absl::Status OpenCell(uint32_t cell);
   absl::StatusOr<uint64_t> CopyCell(uint32_t cell, std::span<const Source* const> sources, Readers readers,
                                     CopyQueue& copies);
+  std::set<uint32_t> ComponentsOf(const std::vector<uint32_t>& cells) const;
   absl::Status CheckSources(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const;
+  absl::Status AwaitSources(const std::vector<uint32_t>& cells, std::span<const Source* const> sources,
+                            const std::stop_token& stop) const;
   uint64_t CountUndigested(const std::vector<uint32_t>& cells, std::span<const Source* const> sources) const;
   absl::Status Refill(const std::vector<uint32_t>& wrong, std::span<const Source* const> sources);
   std::vector<DigestItem> ItemsOf(const std::vector<uint32_t>& cells) const;

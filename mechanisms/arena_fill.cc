@@ -29,6 +29,7 @@ absl::Status Arena::Add(const std::vector<uint32_t>& cells, std::span<const Sour
   }
   // Whether or not it went well: no copy may be in flight when the caller changes the mapping or gives up.
   if (auto settled = Settle(); status.ok()) status = settled;
+  if (status.ok()) status = AwaitSources(cells, sources, options.stop);
   if (!status.ok()) return status;
   if (options.verify) {
     const std::vector<uint32_t> wrong = WrongOf(cells, digests, sources);
@@ -211,8 +212,9 @@ absl::Status Arena::OpenCell(uint32_t cell) {
 // lies between them, which the copies then overwrite.
 absl::StatusOr<uint64_t> Arena::CopyCell(uint32_t cell, std::span<const Source* const> sources, Readers readers,
                                          CopyQueue& copies) {
-  busy_ = true;
   const Source& source = *sources[layout_.cells[cell].component];
+  if (auto ready = source.AwaitCell(cell, copies.stop()); !ready.ok()) return ready;
+  busy_ = true;
   uint64_t zeros_begin = layout_.cells[cell].bytes;
   uint64_t zeros_end = 0;
   absl::Status status = source.ForEachPart(cell, [&](const CellPart& part) -> absl::Status {

@@ -37,6 +37,7 @@ class CopyQueue {
         most_bytes_(pieces.most_bytes),
         piece_bytes_(pieces.first_bytes) {}
 
+  const std::stop_token& stop() const { return stop_; }
   // What Add answers when it was told to stop.
   static absl::Status Stopped();
 

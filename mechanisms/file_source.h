@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stop_token>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,8 @@ class FileSource final : public Source {
   FileSource(std::vector<SourceFile> files, uint32_t first_cell, std::vector<std::vector<CellPart>> cells)
       : files_(std::move(files)), first_cell_(first_cell), cells_(std::move(cells)), digests_(cells_.size()) {}
 
+  absl::Status AwaitCell(uint32_t, std::stop_token) const override { return absl::OkStatus(); }
+  absl::Status AwaitEnd(std::stop_token) const override { return absl::OkStatus(); }
   absl::Status ForEachPart(uint32_t cell, PartWriter write) const override;
   bool Accept(uint32_t cell, uint64_t digest) const override;
   bool HasDigest(uint32_t cell) const override;

@@ -65,11 +65,13 @@ class Image {
   const std::byte* begin() const { return memory_.address(); }
   const LayoutComponent& component() const { return component_; }
 
-  // Has each piece handed to `pinner` once it is complete.
-  void PinBy(Pinner& pinner, uint32_t component_index) {
-    pin_pieces_.emplace(layout_, component_index, [this, &pinner, component_index](uint64_t offset, uint64_t bytes) {
-      pinner.Add(component_index, memory_.address() + offset, bytes);
-    });
+  // Has `complete` hear of each piece once all of its bytes are there.
+  using PieceComplete = std::function<void(uint64_t offset, std::byte* address, uint64_t bytes)>;
+  void OnPiece(uint32_t component_index, PieceComplete complete) {
+    pin_pieces_.emplace(layout_, component_index,
+                        [this, complete = std::move(complete)](uint64_t offset, uint64_t bytes) {
+                          complete(offset, memory_.address() + offset, bytes);
+                        });
   }
 
   // The digest reads the zeros behind the last tensor, and the driver locks them, for which no tensor asks.
@@ -102,6 +104,7 @@ class Image {
     digests_ = digest_.Finish();
     return memory_.Seal();
   }
+  MirrorMemory TakeMemory() { return std::move(memory_); }
   Mirror Finish(std::vector<HostRegistration> pinned) && {
     std::vector<Mirror::Extent> cells;
     for (uint32_t i = 0; i < component_.cell_count; ++i) {
@@ -163,17 +166,20 @@ class Images {
   absl::Status placed_;
 };
 
-}  // namespace
-
-absl::StatusOr<MirrorSet> ReadMirrors(const Layout& layout, const Manifest& manifest, const MirrorOptions& options) {
-  if (absl::Status same = CheckSameModel(layout, manifest); !same.ok()) return same;
-  Images images;
-  if (absl::Status made = images.Make(layout, options.node); !made.ok()) return made;
-  std::optional<Pinner> pinner;  // after the images, so that it goes first
-  if (options.pin_for != nullptr) {
-    pinner.emplace(*options.pin_for, options.pin);
-    for (uint32_t i = 0; i < images.all().size(); ++i) images.all()[i]->PinBy(*pinner, i);
+// What a pinner is to tell, with a flow told of it too.
+PinCallbacks PinCallbacksOf(const MirrorOptions& options, const std::vector<const std::byte*>& images) {
+  PinCallbacks callbacks = options.pin;
+  if (MirrorFlow* const flow = options.flow; flow != nullptr) {
+    callbacks.locked = [flow, images](size_t component, const std::byte* address, uint64_t bytes) {
+      flow->Locked(static_cast<uint32_t>(component), static_cast<uint64_t>(address - images[component]), bytes);
+    };
+    callbacks.give_back = [flow](std::vector<HostRegistration> pinned) { flow->GiveBack(std::move(pinned)); };
   }
+  return callbacks;
+}
+
+absl::StatusOr<MirrorSet> Read(const Manifest& manifest, const MirrorOptions& options, const Images& images,
+                               std::optional<Pinner>& pinner) {
   const RefillCallbacks callbacks = {
       .prepare = [&](std::byte* destination,
                      uint64_t bytes) { return images.At(destination).Prepare(destination, bytes); },
@@ -197,6 +203,33 @@ absl::StatusOr<MirrorSet> ReadMirrors(const Layout& layout, const Manifest& mani
   for (size_t i = 0; i < images.all().size(); ++i) {
     set.mirrors.push_back(std::move(*images.all()[i]).Finish(std::move(pinned[i])));
   }
+  return set;
+}
+
+}  // namespace
+
+absl::StatusOr<MirrorSet> ReadMirrors(const Layout& layout, const Manifest& manifest, const MirrorOptions& options) {
+  if (absl::Status same = CheckSameModel(layout, manifest); !same.ok()) return same;
+  Images images;
+  if (absl::Status made = images.Make(layout, options.node); !made.ok()) return made;
+  std::vector<const std::byte*> begins;
+  for (const auto& image : images.all()) begins.push_back(image->begin());
+  std::optional<Pinner> pinner;  // after the images, so that it goes first
+  if (options.pin_for != nullptr) pinner.emplace(*options.pin_for, PinCallbacksOf(options, begins));
+  MirrorFlow* const flow = options.flow;
+  if (flow != nullptr) flow->Begin(begins, /*locks=*/pinner.has_value());
+  for (uint32_t i = 0; i < images.all().size() && (flow != nullptr || pinner.has_value()); ++i) {
+    images.all()[i]->OnPiece(i, [flow, &pinner, i](uint64_t offset, std::byte* address, uint64_t bytes) {
+      if (flow != nullptr) flow->Complete(i, offset, bytes);
+      if (pinner.has_value()) pinner->Add(i, address, bytes);
+    });
+  }
+  absl::StatusOr<MirrorSet> set = Read(manifest, options, images, pinner);
+  if (set.ok() || flow == nullptr) return set;
+  MirrorRemains remains;
+  if (pinner.has_value()) remains.pinned = pinner->Stop();
+  for (const auto& image : images.all()) remains.memory.push_back(image->TakeMemory());
+  flow->Fail(set.status(), std::move(remains));
   return set;
 }
 

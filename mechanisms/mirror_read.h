@@ -18,6 +18,7 @@
 #include "mechanisms/layout.h"
 #include "mechanisms/manifest.h"
 #include "mechanisms/mirror.h"
+#include "mechanisms/mirror_flow.h"
 #include "mechanisms/pinner.h"
 #include "mechanisms/refill.h"
 
@@ -33,6 +34,9 @@ struct MirrorOptions {
   PinCallbacks pin;
   // The node of the host's memory that they should lie on, as far as it has room; nothing: anywhere.
   std::optional<int> node;
+  // Where a device may be filled from meanwhile: is told all but the good end, which the caller tells once it has the
+  // mirrors. Of the same layout; outlives them.
+  MirrorFlow* flow = nullptr;
 };
 
 struct MirrorSet {
@@ -44,7 +48,8 @@ struct MirrorSet {
 };
 
 // The layout was made of this manifest, so that the components and tensors of both correspond by their numbers.
-// Blocking, for a worker. A refusal to page-lock is no error, but told to `options.pin`. On failure nothing is left:
+// Blocking, for a worker. A refusal to page-lock is no error, but told to `options.pin`. On failure nothing is left,
+// but for what `options.flow` keeps:
 //  what Refill answers; CANCELLED/CANCELLED when one of the `progress` says so;
 //  RESOURCE_EXHAUSTED/HOST_MEMORY with the needed bytes where the system has no memory for a component;
 //  INVALID_ARGUMENT/LAYOUT_MISMATCH where layout and manifest are not of one model.

@@ -16,12 +16,21 @@ Pinner::Pinner(const Device& device, PinCallbacks callbacks) : device_(device), 
   }
 }
 
-Pinner::~Pinner() {
+Pinner::~Pinner() { (void)Stop(); }
+
+std::vector<HostRegistration> Pinner::Stop() {
   {
     std::lock_guard lock(mutex_);
     stopped_ = true;
   }
   Join();
+  return TakePinned();
+}
+
+std::vector<HostRegistration> Pinner::TakePinned() {
+  std::vector<HostRegistration> taken;
+  for (Pinned& pinned : std::exchange(pinned_, {})) taken.push_back(std::move(pinned.registration));
+  return taken;
 }
 
 void Pinner::Join() {
@@ -71,9 +80,11 @@ void Pinner::Pin(const Range& range) {
   } else {
     pinned_.push_back({range.owner, *std::move(registration)});
     pinned_bytes_ += range.bytes;
+    if (callbacks_.locked != nullptr) callbacks_.locked(range.owner, range.address, range.bytes);
     if (callbacks_.progress == nullptr || callbacks_.progress(pinned_bytes_)) return;
     status_ = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "page-locking was cancelled");
   }
+  if (callbacks_.give_back != nullptr) callbacks_.give_back(TakePinned());
   // At once, for the reading that feeds us may go on for long, and others may want the memory's limit.
   pinned_.clear();
 }

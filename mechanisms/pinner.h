@@ -30,6 +30,10 @@ struct PinCallbacks {
   // What Device::RegisterHost refused one with; `pinned_bytes` had been locked by then, and are until this returns.
   // At most once. May be empty.
   std::function<void(const absl::Status& status, uint64_t pinned_bytes)> refused;
+  // A range is locked. May be empty.
+  std::function<void(size_t owner, const std::byte* address, uint64_t bytes)> locked;
+  // Takes what was locked before one was refused or progress gave up, to give it back. Empty: it is given back at once.
+  std::function<void(std::vector<HostRegistration> pinned)> give_back;
 };
 
 class Pinner {
@@ -53,6 +57,9 @@ class Pinner {
   // them. What Device::RegisterHost answers; CANCELLED/CANCELLED where progress gave up. Once, after the last Add.
   absl::StatusOr<std::vector<Pinned>> Finish();
 
+  // Tries no more. What is locked and nobody has taken, for the caller; after the last Add.
+  std::vector<HostRegistration> Stop();
+
  private:
   struct Range {
     size_t owner;
@@ -63,6 +70,7 @@ class Pinner {
   void Work();
   void Pin(const Range& range);
   void Join();
+  std::vector<HostRegistration> TakePinned();
 
   const Device& device_;
   const PinCallbacks callbacks_;

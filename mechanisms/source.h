@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stop_token>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -29,6 +30,13 @@ class Source {
   using PartWriter = absl::FunctionRef<absl::Status(const CellPart&)>;
 
   virtual ~Source() = default;
+
+  // Blocks until the cell's bytes are there to be copied; asked before they are. CANCELLED/CANCELLED: `stop` was
+  // requested first; else why they will not come.
+  virtual absl::Status AwaitCell(uint32_t cell, std::stop_token stop) const = 0;
+  // Blocks until it is known of all bytes whether they are right, and Accept has something to compare with; asked
+  // before what was copied counts. Errors as of AwaitCell.
+  virtual absl::Status AwaitEnd(std::stop_token stop) const = 0;
 
   // Calls `write` with the parts that tile the cell (LayoutCell::bytes), padding included, in order; ends with the
   // first error. No part lies across two page-locked pieces.
@@ -53,6 +61,8 @@ class ImageSource : public Source {
   virtual uint64_t CellBytes(uint32_t cell) const = 0;
   virtual uint64_t CellDigest(uint32_t cell) const = 0;
 
+  absl::Status AwaitCell(uint32_t, std::stop_token) const final { return absl::OkStatus(); }
+  absl::Status AwaitEnd(std::stop_token) const final { return absl::OkStatus(); }
   absl::Status ForEachPart(uint32_t cell, PartWriter write) const final {
     return write({.offset = 0, .bytes = CellBytes(cell), .data = CellData(cell)});
   }

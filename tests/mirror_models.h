@@ -6,9 +6,12 @@
 
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -113,6 +116,25 @@ struct Sharded {
                           {first, second});
 
   absl::StatusOr<Mirror> Build(const MirrorOptions& options = {}) const { return ReadOne(model, 1, options); }
+};
+
+// Something that happens once, and that other threads wait for.
+class Happening {
+ public:
+  void Say() {
+    std::lock_guard lock(mutex_);
+    happened_ = true;
+    changed_.notify_all();
+  }
+  bool Await() {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::seconds(60), [this] { return happened_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool happened_ = false;
 };
 
 inline size_t MirrorMappings() {

@@ -7,14 +7,12 @@
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -173,25 +171,6 @@ TEST_CASE("mirrors are page-locked piece by piece, and unlocked when they go") {
   }
   CHECK(card.device().registered_host_bytes() == 0);
 }
-
-// Something that happens once, and that other threads wait for.
-class Happening {
- public:
-  void Say() {
-    std::lock_guard lock(mutex_);
-    happened_ = true;
-    changed_.notify_all();
-  }
-  bool Await() {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, std::chrono::seconds(60), [this] { return happened_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool happened_ = false;
-};
 
 TEST_CASE("a piece is page-locked while the bytes behind it are read, and reading waits for no page-locking") {
   Card& card = Card::Get();
