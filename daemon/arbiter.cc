@@ -10,6 +10,11 @@
 namespace residency {
 namespace {
 
+absl::Status UnloadedMeanwhile(const ModelRecord& model) {
+  return Refuse(absl::StatusCode::kAborted, "UNLOADED",
+                absl::StrCat(model.name, " was unloaded while it was being registered"));
+}
+
 // Why `session` may not speak for `lease`, which may be nobody's.
 absl::Status CheckLease(const Records& records, SessionId session, LeaseId lease) {
   const auto found = records.leases.find(lease);
@@ -97,12 +102,14 @@ void Arbiter::On(const RegisterRequested& event) {
   if (ModelRecord* model = records_.FindModel(event.name)) {
     if (absl::Status taken = CheckSame(*model, event); !taken.ok()) {
       context_.effects.push_back(Reply{event.request, std::move(taken), {}});
-    } else if (model->state == ModelState::kRegistering) {
-      model->registrations.push_back(event.request);
-      context_.effects.push_back(JoinMirrors{model->id, event.request});
-    } else if (model->dropping) {
+    } else if (model->dropping || model->given_up()) {
       // Its memory is being given back; what comes now is taken up when that is done.
       model->registrations_after.push_back(event);
+    } else if (!model->failed.ok()) {
+      context_.effects.push_back(Reply{event.request, IsBroken(*model), {}});
+    } else if (model->reading) {
+      model->registrations.push_back(event.request);
+      context_.effects.push_back(JoinMirrors{model->id, event.request});
     } else {
       model->unwanted = false;
       context_.effects.push_back(
@@ -153,36 +160,54 @@ void Arbiter::NotePinning(const MirrorsBuilt& event, ModelRecord& model) {
   }
 }
 
+// What came while a model's memory was given back; `given_back_bytes` were missing from what the host had then.
+void Arbiter::RegisterAgain(std::vector<RegisterRequested> registrations, uint64_t given_back_bytes) {
+  for (RegisterRequested& registration : registrations) {
+    if (registration.host.available_bytes.has_value()) *registration.host.available_bytes += given_back_bytes;
+    On(registration);
+  }
+}
+
+void Arbiter::On(const MirrorsNearlyBuilt& event) { records_.models.at(event.model).nearly_built = true; }
+
 void Arbiter::On(const MirrorsBuilt& event) {
   ModelRecord& model = records_.models.at(event.model);
-  absl::Status status = event.status;
-  if (model.unload) {
-    status = Refuse(absl::StatusCode::kAborted, "UNLOADED",
-                    absl::StrCat(model.name, " was unloaded while it was being registered"));
-  }
-  // The reading was given up, and then somebody wanted it after all.
-  if (event.status.code() == absl::StatusCode::kCancelled && !model.registrations.empty() && !model.unload) {
-    context_.effects.push_back(
-        BuildMirrors{model.id, model.registrations.front(), model.host_copy, model.pin_wish, model.tier});
-    return;
-  }
-  const bool wanted = !model.registrations.empty() || model.unload;
+  model.reading = false;
   NotePinning(event, model);
+  if (!event.status.ok()) return ReadingFailed(event, model);
+  const absl::Status status = model.unload ? UnloadedMeanwhile(model) : absl::OkStatus();
+  // Those who came after it was given up, too late to stop the reading, find it registered.
+  std::vector<RegisterRequested> after = std::exchange(model.registrations_after, {});
+  const bool wanted = !model.registrations.empty() || !after.empty() || model.unload;
   for (RequestId request : std::exchange(model.registrations, {})) {
     Reply reply{request, status, {}};
     if (status.ok()) reply.outcome = RegisterOutcome{model.id, model.pinned_bytes, model.pin};
     context_.effects.push_back(std::move(reply));
   }
-  if (event.status.ok()) {
-    model.Apply(ModelChange::kRegistered);
-    // Given up too late to stop the reading: the registration is undone all the same.
-    model.unwanted = !wanted;
-    if (model.unload || !wanted) QueueOf(model.id)->Add(UnloadRequested{model.unload, model.name}, model.id);
-    return;
+  // It may be on its way to the GPU already.
+  if (model.state == ModelState::kRegistering) model.Apply(ModelChange::kRegistered);
+  // Given up too late to stop the reading: the registration is undone all the same.
+  model.unwanted = !wanted;
+  if (model.unload || !wanted) QueueOf(model.id)->Add(UnloadRequested{model.unload, model.name}, model.id);
+  RegisterAgain(std::move(after), 0);
+}
+
+void Arbiter::ReadingFailed(const MirrorsBuilt& event, ModelRecord& model) {
+  const absl::Status status = model.unload ? UnloadedMeanwhile(model) : event.status;
+  if (model.nearly_built) {
+    // A fill may be under way, or about to be. It is told when all of that is over, which whoever gives up unloading it
+    // does not keep from coming.
+    model.failed = status;
+    model.dropping = true;
+    return QueueOf(model.id)->Add(UnloadRequested{RequestId{}, model.name}, model.id);
   }
+  for (RequestId request : model.registrations) context_.effects.push_back(Reply{request, status, {}});
   if (model.unload) context_.effects.push_back(Reply{model.unload, absl::OkStatus(), UnloadOutcome{}});
+  std::vector<RegisterRequested> after = std::move(model.registrations_after);
+  const uint64_t given_back_bytes = model.layout.span_bytes;
   model.Apply(ModelChange::kRegistrationFailed);
   records_.models.erase(event.model);
+  RegisterAgain(std::move(after), given_back_bytes);
 }
 
 // ---- Requests about a model. ----
@@ -190,7 +215,7 @@ void Arbiter::On(const MirrorsBuilt& event) {
 void Arbiter::On(const UnloadRequested& event) {
   ModelRecord* const model = ModelFor(event.request, event.name);
   if (model == nullptr) return;
-  if (model->state != ModelState::kRegistering) return QueueOf(model->id)->Add(event, model->id);
+  if (!model->reading) return QueueOf(model->id)->Add(event, model->id);
   if (model->unload) {
     context_.effects.push_back(
         Reply{event.request,
@@ -250,7 +275,7 @@ void Arbiter::GiveUp(RequestId request, const absl::Status& status) {
     model.registrations.erase(found);
     context_.effects.push_back(Reply{request, status, {}});
     // Nobody wants it any more.
-    if (model.registrations.empty() && !model.unload) context_.effects.push_back(CancelMirrors{id});
+    if (model.given_up() && !model.unload) context_.effects.push_back(CancelMirrors{id});
     return;
   }
 }
@@ -278,9 +303,18 @@ void Arbiter::On(const PlanRealized& event) { QueueOf(event.model)->On(event); }
 void Arbiter::On(const PoolTrimmed& event) { queues_.at(event.device).On(event); }
 void Arbiter::On(const CellsVerified& event) { QueueOf(event.model)->On(event); }
 void Arbiter::On(const ModelDropped& event) {
-  const auto registrations = std::move(records_.models.at(event.model).registrations_after);
+  ModelRecord& model = records_.models.at(event.model);
+  for (RequestId request : std::exchange(model.registrations, {})) {
+    context_.effects.push_back(Reply{request, model.failed, {}});
+  }
+  if (model.unload && !model.failed.ok()) {
+    context_.effects.push_back(
+        Reply{model.unload, absl::OkStatus(), UnloadOutcome{event.host_bytes, event.device_bytes}});
+  }
+  const uint64_t given_back_bytes = model.failed.ok() ? event.host_bytes : model.layout.span_bytes;
+  std::vector<RegisterRequested> after = std::move(model.registrations_after);
   QueueOf(event.model)->On(event);
-  for (const RegisterRequested& registration : registrations) On(registration);
+  RegisterAgain(std::move(after), given_back_bytes);
 }
 void Arbiter::On(const UseWordsClosed& event) { QueueOf(event.model)->On(event); }
 void Arbiter::On(const UseWordsReopened& event) {

@@ -53,6 +53,7 @@ class Arbiter {
   void On(const EndPhaseRequested& event);
   void On(const TrimRequested& event);
   void On(const RequestCancelled& event);
+  void On(const MirrorsNearlyBuilt& event);
   void On(const MirrorsBuilt& event);
   void On(const DeviceMeasured& event);
   void On(const PlanRealized& event);
@@ -80,6 +81,8 @@ class Arbiter {
   // `what` was to be on the GPU by then.
   void SetDeadline(RequestId request, absl::Time deadline, const std::string& what);
   void GiveUp(RequestId request, const absl::Status& status);
+  void ReadingFailed(const MirrorsBuilt& event, ModelRecord& model);
+  void RegisterAgain(std::vector<RegisterRequested> registrations, uint64_t given_back_bytes);
   void NotePinning(const MirrorsBuilt& event, ModelRecord& model);
 
   const ArbiterOptions options_;

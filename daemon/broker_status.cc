@@ -95,8 +95,8 @@ v1::Status Broker::BuildStatus(const std::string& model, const std::vector<GpuMe
     shown.set_device_uuid(records.devices.at(record.device).uuid);
     shown.set_epoch(options_.identity.epoch);
     if (const auto copy = copies_.find(loaded.copy); copy != copies_.end()) SetHostNodes(shown, copy->second->built);
-    if (record.state == ModelState::kRegistering) shown.set_pinned_bytes(loaded.loaded_pinned_bytes);
-    if (record.state == ModelState::kRegistering && loaded.checkpoint.layout.payload_bytes > 0) {
+    if (record.reading) shown.set_pinned_bytes(loaded.loaded_pinned_bytes);
+    if (record.reading && loaded.checkpoint.layout.payload_bytes > 0) {
       shown.set_progress(static_cast<double>(loaded.loaded_bytes) /
                          static_cast<double>(loaded.checkpoint.layout.payload_bytes));
     }

@@ -111,9 +111,12 @@ void DeviceQueue::Start(const ActivateRequested& request) {
     return Finish();
   }
   absl::Status status = device().usable;
-  if (model.state == ModelState::kBroken) {
+  const bool early = model.state == ModelState::kRegistering && model.nearly_built;
+  if (!model.failed.ok()) {
+    status = model.failed;
+  } else if (model.state == ModelState::kBroken) {
     status = IsBroken(model);
-  } else if (model.state != ModelState::kInactive) {
+  } else if (model.state != ModelState::kInactive && !early) {
     status = Refuse(absl::StatusCode::kFailedPrecondition, "REGISTERING",
                     absl::StrCat(model.name, " is still being registered"));
   }
@@ -202,6 +205,12 @@ absl::Status DeviceQueue::NoRoom(const ModelRecord& model, uint64_t needed_bytes
 
 void DeviceQueue::Fill() {
   ModelRecord& model = Model(job_->model);
+  // Its reading may have failed while room was made for it.
+  if (!model.failed.ok()) {
+    ReplyNow(model.failed);
+    KeepGivers();
+    return Finish();
+  }
   model.Apply(ModelChange::kActivationBegan);
   model.claimed_device_bytes = ClaimedBytes(model.layout, model.mode);
   model.generation += 1;
@@ -313,12 +322,15 @@ void DeviceQueue::FinishActivation(const PlanRealized& event) {
   ModelRecord& model = Model(job_->model);
   model.device_bytes = event.device_bytes;
   if (!event.status.ok()) {
-    model.Apply(event.broken ? ModelChange::kBroke : ModelChange::kActivationUndone);
+    const bool early = model.reading || !model.failed.ok();
+    model.Apply(event.broken ? ModelChange::kBroke
+                : early      ? ModelChange::kEarlyActivationUndone
+                             : ModelChange::kActivationUndone);
     model.claimed_device_bytes = 0;
     if (!StoppedInTime(event)) model.last_error = event.status;
     job_->pooled = true;
     DismissReaders();
-    ReplyNow(event.status);
+    ReplyNow(model.failed.ok() ? event.status : model.failed);
     return Finish();
   }
   model.Apply(ModelChange::kActivated);

@@ -157,6 +157,7 @@ class DeviceQueue {
   void TakeBack();
   void NotCleared(const absl::Status& status);
   void Cleared(const PlanRealized& event);
+  void KeepFailed(ModelRecord& model);
   void TakenOff(ModelRecord& model);
   void ResendCells(ModelId model);
   void DropModelNow();

@@ -26,7 +26,7 @@ void DeviceQueue::Start(const DeactivateRequested& request) {
 void DeviceQueue::Start(const UnloadRequested& request) {
   ModelRecord& model = Model(job_->model);
   // Somebody registered it again meanwhile.
-  if (!request.request && !model.unwanted) return Finish();
+  if (!request.request && !model.unwanted && model.failed.ok()) return Finish();
   // A broken model may have cells under its addresses too, and clients that use them.
   if (model.state == ModelState::kActive || model.state == ModelState::kBroken) return Clear(model.id);
   DropModelNow();
@@ -193,6 +193,7 @@ void DeviceQueue::Cleared(const PlanRealized& event) {
   if (!event.status.ok()) {
     // Also for an unload: a model of which something is left on the GPU is not forgotten.
     model.last_error = event.status;
+    if (!model.failed.ok()) KeepFailed(model);
     if (!event.broken) return NotCleared(event.status);
     if (model.state != ModelState::kBroken) model.Apply(ModelChange::kBroke);
     ReplyNow(event.status);
@@ -209,6 +210,16 @@ void DeviceQueue::Cleared(const PlanRealized& event) {
   }
   ReplyNow(absl::OkStatus(), job_->cleared);
   Finish();
+}
+
+// It cannot be dropped by itself, so it stays until somebody unloads it.
+void DeviceQueue::KeepFailed(ModelRecord& model) {
+  model.dropping = false;
+  for (RequestId request : std::exchange(model.registrations, {})) Emit(Reply{request, model.failed, {}});
+  if (const RequestId unload = std::exchange(model.unload, {})) Emit(Reply{unload, model.last_error, {}});
+  for (const RegisterRequested& registration : std::exchange(model.registrations_after, {})) {
+    Emit(Reply{registration.request, IsBroken(model), {}});
+  }
 }
 
 // All of it is off the GPU.

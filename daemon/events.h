@@ -100,7 +100,14 @@ struct RequestCancelled {
 
 // ---- Events: answers to effects. ----
 
-// BuildMirrors is done. On failure nothing is left of them. `pinned_bytes` is all of them or nothing.
+// BuildMirrors has so little left to read that the model may be activated meanwhile; its MirrorsBuilt comes later, and
+// before a PlanRealized that is OK. Not of every model.
+struct MirrorsNearlyBuilt {
+  ModelId model;
+};
+
+// BuildMirrors is done. On failure nothing is left of them, but for a model that was nearly built: that is dropped.
+// `pinned_bytes` is all of them or nothing.
 struct MirrorsBuilt {
   ModelId model;
   absl::Status status;
@@ -237,9 +244,10 @@ struct LeaseFailed {
 
 using Event = std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
                            ReleaseLeaseRequested, BeginPhaseRequested, EndPhaseRequested, TrimRequested,
-                           RequestCancelled, MirrorsBuilt, DeviceMeasured, PlanRealized, CellsVerified, PoolTrimmed,
-                           ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired, SessionOpened, SessionHungUp,
-                           SessionEnded, LeaseMapped, LeaseReleasing, LeaseReleased, LeaseFailed>;
+                           RequestCancelled, MirrorsNearlyBuilt, MirrorsBuilt, DeviceMeasured, PlanRealized,
+                           CellsVerified, PoolTrimmed, ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired,
+                           SessionOpened, SessionHungUp, SessionEnded, LeaseMapped, LeaseReleasing, LeaseReleased,
+                           LeaseFailed>;
 
 // ---- Effects. ----
 

@@ -18,7 +18,7 @@ constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
 // Whether a registration of this tier and with this policy may use the copy of `model`.
 bool MayShare(const ModelRecord& model, HostTier tier, PinPolicy policy) {
   if (model.tier != tier) return false;
-  if (model.state == ModelState::kRegistering) {
+  if (model.reading) {
     // Somebody must still want it, and it must not fail for a choice that is not ours.
     if (model.registrations.empty() || model.unload) return false;
     // There is but one kind of locked files.
@@ -26,7 +26,8 @@ bool MayShare(const ModelRecord& model, HostTier tier, PinPolicy policy) {
     if (policy == PinPolicy::kAuto) return model.pin_wish != PinWish::kMust;
     return model.pin_wish == (policy == PinPolicy::kYes ? PinWish::kMust : PinWish::kNo);
   }
-  return !model.dropping && (policy == PinPolicy::kAuto || model.pin.pinned == (policy == PinPolicy::kYes));
+  return !model.dropping && model.failed.ok() &&
+         (policy == PinPolicy::kAuto || model.pin.pinned == (policy == PinPolicy::kYes));
 }
 
 // What the host leaves to another copy: less than the system says by the pages of weight files, which are locked, or

@@ -48,6 +48,7 @@ RESIDENCY_RECORDED(BeginPhaseRequested, request, session, lease, component, dead
 RESIDENCY_RECORDED(EndPhaseRequested, request, session, lease, phase);
 RESIDENCY_RECORDED(TrimRequested, request, device);
 RESIDENCY_RECORDED(RequestCancelled, request);
+RESIDENCY_RECORDED(MirrorsNearlyBuilt, model);
 RESIDENCY_RECORDED(MirrorsBuilt, model, status, pinned_bytes, pin_refusal, pin_limit_bytes);
 RESIDENCY_RECORDED(DeviceMeasured, device, status, total_bytes, free_bytes, pool_idle_bytes, broker_bytes,
                    leases_in_use);

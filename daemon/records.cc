@@ -39,7 +39,8 @@ uint64_t Records::pinned_bytes() const {
 
 uint64_t Records::pageable_bytes() const {
   return SumOfCopies(models, [](const ModelRecord& model) {
-    return model.state == ModelState::kRegistering || model.pin.pinned ? 0 : model.host_bytes;
+    const bool complete = !model.reading && model.failed.ok();
+    return !complete || model.pin.pinned ? 0 : model.host_bytes;
   });
 }
 

@@ -77,6 +77,9 @@ struct ModelRecord {
   Layout layout;  // without tensors
   ModelMode mode = ModelMode::kHeld;
   ModelState state = ModelState::kRegistering;
+  bool reading = true;        // its host copy is not complete; also where it is being activated already
+  bool nearly_built = false;  // it may be activated while that is read
+  absl::Status failed;        // of the reading of one that was nearly built: it is dropped, and then that is told
   uint64_t generation = 0;
   uint64_t claimed_device_bytes = 0;           // promised; what is there is measured elsewhere
   uint64_t device_bytes = 0;                   // as measured after the last transition
@@ -88,15 +91,17 @@ struct ModelRecord {
   PinWish pin_wish = PinWish::kTry;  // for its host copy
   PinOutcome pin;                    // of its host copy, once that is built
   uint64_t pinned_bytes = 0;         // of its host copy, which other models may count too
-  bool dropping = false;             // DropModel is under way
+  bool dropping = false;             // DropModel is under way, or sure to come
   bool unwanted = false;             // nobody waits for its registration any more: the core unloads it by itself
-  std::vector<RegisterRequested> registrations_after;  // came while it was dropping
+  std::vector<RegisterRequested> registrations_after;  // came while it was dropping, or its reading was given up
   absl::Time last_used;
   std::optional<ActivationRecord> last_activation;
   absl::Status last_error;
   std::vector<RequestId> registrations;  // requests that wait for the mirrors
   RequestId unload;                      // waits for the mirrors to be given up
 
+  // Nobody waits for its reading any more, which was told to stop.
+  bool given_up() const { return reading && registrations.empty(); }
   // Moves the state; a change that the table does not have is a fault of ours (CHECK).
   void Apply(ModelChange change);
 };

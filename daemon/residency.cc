@@ -9,6 +9,7 @@ std::optional<ModelState> NextState(ModelState state, ModelChange change) {
   switch (state) {
     case S::kRegistering:
       if (change == C::kRegistered) return S::kInactive;
+      if (change == C::kActivationBegan) return S::kActivating;
       if (change == C::kRegistrationFailed || change == C::kUnloaded) return S::kUnloaded;
       return std::nullopt;
     case S::kInactive:
@@ -18,6 +19,7 @@ std::optional<ModelState> NextState(ModelState state, ModelChange change) {
     case S::kActivating:
       if (change == C::kActivated) return S::kActive;
       if (change == C::kActivationUndone) return S::kInactive;
+      if (change == C::kEarlyActivationUndone) return S::kRegistering;
       if (change == C::kBroke) return S::kBroken;
       return std::nullopt;
     case S::kActive:

@@ -13,7 +13,7 @@ namespace residency {
 enum class ModelState : uint8_t {
   kRegistering,   // its bytes are being read into host memory
   kInactive,      // page-locked in host memory, nothing on the GPU
-  kActivating,    // cells are being mapped and filled
+  kActivating,    // cells are being mapped and filled, perhaps while the last bytes are being read
   kActive,        // on the GPU and verified
   kDeactivating,  // its leases are being asked back, or its cells unmapped
   kBroken,        // a failed transition could not be undone: only status, verify and unload
@@ -26,14 +26,15 @@ enum class ModelChange : uint8_t {
   kRegistrationFailed,
   kActivationBegan,
   kActivated,
-  kActivationUndone,  // it failed, and nothing is on the GPU
+  kActivationUndone,       // it failed, and nothing is on the GPU
+  kEarlyActivationUndone,  // the same, while its bytes are still being read
   kDeactivationBegan,
   kDeactivated,
   kDeactivationUndone,  // given up or failed, and everything is on the GPU
   kBroke,               // failed, and what is on the GPU is not known to be right
   kUnloaded,
 };
-inline constexpr int kModelChangeCount = 10;
+inline constexpr int kModelChangeCount = 11;
 
 // How a model is active. Stated at registration, never inferred.
 enum class ModelMode : uint8_t {

@@ -34,6 +34,30 @@ class RigCheckpoint::ComponentSource final : public ImageSource {
   const RigCheckpoint& checkpoint_;
 };
 
+namespace {
+
+// A component whose reading may fail after its first cell was given out.
+class FlowingSource final : public Source {
+ public:
+  FlowingSource(const Source& source, uint32_t first_cell, const absl::Status& failed)
+      : source_(source), first_cell_(first_cell), failed_(failed) {}
+  absl::Status AwaitCell(uint32_t cell, std::stop_token) const override {
+    return cell == first_cell_ ? absl::OkStatus() : failed_;
+  }
+  absl::Status AwaitEnd(std::stop_token) const override { return failed_; }
+  absl::Status ForEachPart(uint32_t cell, PartWriter write) const override { return source_.ForEachPart(cell, write); }
+  bool Accept(uint32_t cell, uint64_t digest) const override { return failed_.ok() && source_.Accept(cell, digest); }
+  bool HasDigest(uint32_t) const override { return true; }
+  absl::Status CheckUnchanged() const override { return absl::OkStatus(); }
+
+ private:
+  const Source& source_;
+  const uint32_t first_cell_;
+  const absl::Status& failed_;
+};
+
+}  // namespace
+
 RigCheckpoint::RigCheckpoint(std::string name, const std::vector<uint64_t>& component_bytes, uint64_t cell_bytes,
                              uint64_t seed, ModelMode mode)
     : name_(std::move(name)), mode_(mode) {
@@ -162,11 +186,16 @@ const ModelRecord* CoreRig::FindModel(const std::string& name) const { return ar
 // ---- What can happen next. ----
 
 bool CoreRig::WorkDevice() {
-  if (device_work_.empty() || (device_work_.front().waits && device_work_.front().waits())) return false;
-  const DeviceWork next = std::move(device_work_.front());
+  if (device_work_.empty()) return false;
+  if (device_work_.front().waits != nullptr && device_work_.front().waits()) return false;
+  const DeviceWork work = std::move(device_work_.front());
   device_work_.pop_front();
-  if (Answer answer = next.work()) answers_.push_back(std::move(answer));
+  if (Answer answer = work.work()) answers_.push_back(std::move(answer));
   return true;
+}
+
+void CoreRig::Work(std::function<Answer()> work, std::function<bool()> waits) {
+  device_work_.push_back({std::move(work), std::move(waits)});
 }
 
 bool CoreRig::WorkLoader() {
@@ -268,23 +297,65 @@ void CoreRig::Do(const Reply& effect) {
 }
 
 void CoreRig::Do(const BuildMirrors& effect) {
-  models_[effect.model].checkpoint = registering_.at(effect.request);
+  LiveModel& model = models_[effect.model];
+  model.checkpoint = registering_.at(effect.request);
+  const bool early = reads_early_ && ++readings_ % 2 == 0 && model.checkpoint->mode() == ModelMode::kHeld;
+  if (!early) {
+    loader_work_.push_back([this, id = effect.model]() -> Answer {
+      EndReading(id);
+      return nullptr;
+    });
+    return;
+  }
   loader_work_.push_back([this, id = effect.model]() -> Answer {
     LiveModel& model = models_.at(id);
-    absl::Status status;
-    if (model.cancelled) status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "given up");
-    if (status.ok()) {
-      auto arena = memory_->Reserve(model.checkpoint->layout());
-      status = arena.status();
-      if (arena.ok()) model.arena = *std::move(arena);
+    const Layout& layout = model.checkpoint->layout();
+    model.plan = NoneResident(layout);
+    // In the end it may be as if none of this had been.
+    loader_work_.push_back([this, id]() -> Answer {
+      EndReading(id);
+      return nullptr;
+    });
+    if (auto arena = memory_->Reserve(layout); arena.ok()) model.arena = *std::move(arena);
+    if (model.arena == nullptr) return nullptr;
+    model.reading = LiveModel::Reading::kNearly;
+    for (uint32_t i = 0; i < layout.components.size(); ++i) {
+      model.flowing.push_back(std::make_unique<FlowingSource>(*model.checkpoint->sources()[i],
+                                                              layout.components[i].first_cell, model.failed));
     }
-    model.plan = NoneResident(model.checkpoint->layout());
-    return [this, id, status]() -> Event {
-      const uint64_t pinned_bytes = models_.at(id).checkpoint->layout().span_bytes;
-      if (!status.ok()) models_.erase(id);
-      return MirrorsBuilt{id, status, status.ok() ? pinned_bytes : 0};
-    };
+    return [id]() -> Event { return MirrorsNearlyBuilt{id}; };
   });
+}
+
+// The bytes are there, or will never be; a moment later the core hears of it.
+void CoreRig::EndReading(ModelId id) {
+  LiveModel& model = models_.at(id);
+  const bool early = model.reading == LiveModel::Reading::kNearly;
+  absl::Status status;
+  if (model.cancelled) {
+    status = Refuse(absl::StatusCode::kCancelled, "CANCELLED", "given up");
+  } else if (std::exchange(next_reading_fails_, false)) {
+    status = Refuse(absl::StatusCode::kFailedPrecondition, "FILE_CHANGED", "it changed");
+  } else if (!early) {
+    auto arena = memory_->Reserve(model.checkpoint->layout());
+    status = arena.status();
+    if (arena.ok()) model.arena = *std::move(arena);
+    model.plan = NoneResident(model.checkpoint->layout());
+  }
+  if (early) model.failed = status;
+  if (status.ok()) model.reading = LiveModel::Reading::kEnded;
+  // A fill that was waiting may be heard of before, where it failed.
+  const auto tell = [this, id, status, early]() -> Event {
+    const LiveModel& model = models_.at(id);
+    const uint64_t pinned_bytes = model.checkpoint->layout().span_bytes;
+    if (!status.ok() && !early) models_.erase(id);
+    return MirrorsBuilt{id, status, status.ok() ? pinned_bytes : 0};
+  };
+  if (status.ok()) {
+    answers_.push_back(tell);
+  } else {
+    loader_work_.push_back([tell]() -> Answer { return tell; });
+  }
 }
 
 void CoreRig::Do(const CancelMirrors& effect) {
@@ -292,7 +363,7 @@ void CoreRig::Do(const CancelMirrors& effect) {
 }
 
 void CoreRig::Do(const DropModel& effect) {
-  AddWork([this, id = effect.model]() -> Answer {
+  Work([this, id = effect.model]() -> Answer {
     LiveModel& model = models_.at(id);
     const uint64_t device_bytes = model.arena->Measure().device_bytes;
     model.arena.reset();
@@ -305,7 +376,7 @@ void CoreRig::Do(const DropModel& effect) {
 }
 
 void CoreRig::Do(const MeasureDevice&) {
-  AddWork([this]() -> Answer {
+  Work([this]() -> Answer {
     std::map<ModelId, const Arena*> arenas;
     for (const auto& [id, model] : models_) {
       if (model.arena != nullptr) arenas.emplace(id, model.arena.get());
@@ -331,7 +402,17 @@ void CoreRig::Do(const MeasureDevice&) {
 
 void CoreRig::Do(const RealizePlan& effect) {
   realizing_ = std::stop_source();
-  AddWork([this, effect, stop = realizing_.get_token()]() -> Answer {
+  const bool fills = Price(models_.at(effect.model).checkpoint->layout(), effect.plan) > 0;
+  if (fills && models_.at(effect.model).reading == LiveModel::Reading::kNearly) ++realized_early_;
+  // Arenas wait in the middle of it; who waits for whom is the same.
+  const auto waits = [this, effect, fills, stop = realizing_.get_token()] {
+    if (stop.stop_requested()) return false;
+    const LiveModel& model = models_.at(effect.model);
+    const bool comes = fills && model.reading == LiveModel::Reading::kNearly && model.failed.ok();
+    return comes || std::any_of(effect.givers.begin(), effect.givers.end(),
+                                [this](ModelId giver) { return HeldOf(giver)->any(); });
+  };
+  const auto work = [this, effect, stop = realizing_.get_token()]() -> Answer {
     LiveModel& model = models_.at(effect.model);
     std::vector<Giver> givers;
     for (ModelId id : effect.givers) {
@@ -347,8 +428,12 @@ void CoreRig::Do(const RealizePlan& effect) {
         for (const CellReader& reader : effect.readers) PushCells(reader, *cells, /*last=*/false);
       };
     }
-    PlanRealized event =
-        memory_->Realize(effect.model, *model.arena, effect.plan, model.checkpoint->sources(), options, givers);
+    std::vector<const Source*> sources = model.checkpoint->sources();
+    for (size_t i = 0; i < sources.size() && model.reading == LiveModel::Reading::kNearly; ++i) {
+      sources[i] = model.flowing[i].get();
+    }
+    if (!model.failed.ok() && Price(model.checkpoint->layout(), effect.plan) > 0) ++readings_failed_;
+    PlanRealized event = memory_->Realize(effect.model, *model.arena, effect.plan, sources, options, givers);
     event.duration = absl::ZeroDuration();
     if (event.status.ok()) model.plan = effect.plan;
     for (const GiverEmptied& emptied : event.givers) {
@@ -357,16 +442,12 @@ void CoreRig::Do(const RealizePlan& effect) {
     }
     ++realized_;
     return [event]() -> Event { return event; };
-  });
-  // Arenas wait in the middle of it; who waits for whom is the same.
-  device_work_.back().waits = [this, effect, stop = realizing_.get_token()] {
-    return !stop.stop_requested() && std::any_of(effect.givers.begin(), effect.givers.end(),
-                                                 [this](ModelId giver) { return HeldOf(giver)->any(); });
   };
+  Work(work, waits);
 }
 
 void CoreRig::Do(const VerifyCells& effect) {
-  AddWork([this, effect]() -> Answer {
+  Work([this, effect]() -> Answer {
     LiveModel& model = models_.at(effect.model);
     CellsVerified event = memory_->Verify(effect.model, *model.arena, model.checkpoint->sources());
     event.duration = absl::ZeroDuration();
@@ -375,7 +456,7 @@ void CoreRig::Do(const VerifyCells& effect) {
 }
 
 void CoreRig::Do(const TrimPool& effect) {
-  AddWork([this, effect]() -> Answer {
+  Work([this, effect]() -> Answer {
     PoolTrimmed event = memory_->Trim();
     event.device = effect.device;
     if (!effect.report) return nullptr;

@@ -82,7 +82,7 @@ class CoreRig {
 
   // ---- What can happen next. Each says whether there was anything to do. ----
   bool WorkDevice();     // one piece of device work, in order
-  bool WorkLoader();     // one model's bytes are there
+  bool WorkLoader();     // a model's bytes are there, or most of them
   bool DeliverAnswer();  // of device or loader to the core
   bool DeliverPacket(SessionId to);
   bool DeliverEvent(SessionId from);
@@ -91,6 +91,10 @@ class CoreRig {
   bool Advance(absl::Duration most);
   // All of it but time, until nothing is left.
   void Drain();
+  // From now on every other model that is read may be activated while its last bytes are missing.
+  void ReadEarly() { reads_early_ = true; }
+  // The next reading that ends fails in the end.
+  void FailNextReading() { next_reading_fails_ = true; }
   // Whether only time, a client or a request can make anything happen.
   bool quiet() const;
 
@@ -151,6 +155,9 @@ class CoreRig {
     std::unique_ptr<Arena> arena;
     Plan plan;  // the one realized last
     bool cancelled = false;
+    enum class Reading { kUnder, kNearly, kEnded } reading = Reading::kUnder;
+    absl::Status failed;                           // of a reading that had come so far that a fill could begin
+    std::vector<std::unique_ptr<Source>> flowing;  // what such a fill copies from
   };
   const std::map<ModelId, LiveModel>& models() const { return models_; }
   const ModelRecord* FindModel(const std::string& name) const;
@@ -172,6 +179,8 @@ class CoreRig {
   uint64_t events() const { return events_fed_; }
   uint64_t answered() const { return replies_.size(); }
   uint64_t realized() const { return realized_; }
+  uint64_t realized_early() const { return realized_early_; }    // of them, that were told before the reading ended
+  uint64_t readings_failed() const { return readings_failed_; }  // under such a fill
   uint64_t mapped_by_clients() const { return mapped_by_clients_; }
   // Swaps that were given up while a client had cells of the model that was to go.
   uint64_t hindered() const { return hindered_; }
@@ -188,7 +197,7 @@ class CoreRig {
   using Answer = std::function<Event()>;
   struct DeviceWork {
     std::function<Answer()> work;
-    std::function<bool()> waits;  // it cannot go on before a client lets cells go; may be empty
+    std::function<bool()> waits;  // for a client that is to let cells go, or bytes that are still to come; may be empty
   };
 
   RequestId NextRequest();
@@ -212,7 +221,6 @@ class CoreRig {
   void Do(const EndLease& effect);
   void Do(const SetTimer& effect);
 
-  void AddWork(std::function<Answer()> work) { device_work_.push_back({std::move(work), nullptr}); }
   void PushCells(const CellReader& reader, const std::vector<CellToSend>& cells, bool last);
   void NoteInodes(const LiveModel& model, const std::vector<CellToSend>& cells);
   void OnCells(Client& client, ClientLease& lease, Packet packet);
@@ -234,6 +242,8 @@ class CoreRig {
   absl::Time now_ = absl::UnixEpoch();
   std::map<ModelId, LiveModel> models_;
   std::map<RequestId, RigCheckpoint*> registering_;
+  void Work(std::function<Answer()> work, std::function<bool()> waits = {});
+  void EndReading(ModelId id);
   std::deque<DeviceWork> device_work_;
   std::stop_source realizing_;                  // of the last RealizePlan
   std::map<RequestId, uint64_t> phases_asked_;  // by which so many faults had been hit
@@ -252,6 +262,11 @@ class CoreRig {
   uint64_t next_session_ = 1;
   uint64_t events_fed_ = 0;
   uint64_t realized_ = 0;
+  uint64_t realized_early_ = 0;
+  uint64_t readings_failed_ = 0;
+  uint64_t readings_ = 0;
+  bool reads_early_ = false;
+  bool next_reading_fails_ = false;
   uint64_t mapped_by_clients_ = 0;
   uint64_t early_cells_ = 0;
   uint64_t hindered_ = 0;

@@ -232,7 +232,7 @@ void CoreRig::Do(const GrantLease& effect) {
 void CoreRig::Do(const SendCells& effect) {
   const auto record = arbiter_->records().leases.find(effect.lease);
   if (record == arbiter_->records().leases.end()) return;
-  AddWork([this, effect, id = record->second.model]() -> Answer {
+  Work([this, effect, id = record->second.model]() -> Answer {
     LiveModel& model = models_.at(id);
     auto cells = memory_->Export(*model.arena, model.checkpoint->layout());
     if (!cells.ok()) {

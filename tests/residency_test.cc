@@ -10,15 +10,15 @@ namespace {
 TEST_CASE("Every pair of state and change leads where the design says, or nowhere") {
   using S = ModelState;
   // Rows: states; columns: changes, both in the order of their enumerations. '-' is "cannot happen", the rest are the
-  // first letters of registering, Inactive, activating (g), Active (A), deactivating (d), Broken, Unloaded.
+  // first letters of registering (r), Inactive, activating (g), Active (A), deactivating (d), Broken, Unloaded.
   const std::array<const char*, kModelStateCount> kTable = {
-      "IU-------U",  // registering
-      "--g------U",  // inactive
-      "---AI---B-",  // activating
-      "-----d--B-",  // active
-      "------IAB-",  // deactivating
-      "---------U",  // broken
-      "----------",  // unloaded
+      "IUg-------U",  // registering
+      "--g-------U",  // inactive
+      "---AIr---B-",  // activating
+      "------d--B-",  // active
+      "-------IAB-",  // deactivating
+      "----------U",  // broken
+      "-----------",  // unloaded
   };
   for (int state = 0; state < kModelStateCount; ++state) {
     for (int change = 0; change < kModelChangeCount; ++change) {
@@ -30,7 +30,8 @@ TEST_CASE("Every pair of state and change leads where the design says, or nowher
         continue;
       }
       REQUIRE(next.has_value());
-      const S wanted = expected == 'I'   ? S::kInactive
+      const S wanted = expected == 'r'   ? S::kRegistering
+                       : expected == 'I' ? S::kInactive
                        : expected == 'g' ? S::kActivating
                        : expected == 'A' ? S::kActive
                        : expected == 'd' ? S::kDeactivating

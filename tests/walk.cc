@@ -60,10 +60,13 @@ WalkCounts& WalkCounts::operator+=(const WalkCounts& other) {
   phases += other.phases;
   early_cells += other.early_cells;
   hindered += other.hindered;
+  early += other.early;
+  readings_failed += other.readings_failed;
   return *this;
 }
 
 Walk::Walk(uint64_t seed) : random_(seed), rig_(kBudgetBytes, Checkpoints(), kPieceBytes) {
+  rig_.ReadEarly();
   for (const char* name : kNames) rig_.Register(name);
 }
 
@@ -77,6 +80,8 @@ std::string Walk::Run(uint64_t steps) {
   counts_.events = rig_.events();
   counts_.answers = rig_.answered();
   counts_.realized = rig_.realized();
+  counts_.early = rig_.realized_early();
+  counts_.readings_failed = rig_.readings_failed();
   counts_.mapped = rig_.mapped_by_clients();
   counts_.early_cells = rig_.early_cells();
   counts_.hindered = rig_.hindered();
@@ -213,9 +218,9 @@ void Walk::Ask() {
   } else if (draw < 92) {
     const std::vector<RequestId> outstanding = rig_.outstanding();
     if (!outstanding.empty()) rig_.Cancel(outstanding[Draw(outstanding.size())]);
-  } else if (draw < 94) {
-    rig_.Unload(AnyModel());
   } else if (draw < 95) {
+    rig_.Unload(AnyModel());
+  } else if (draw < 96) {
     rig_.AskToTrim();
   } else {
     rig_.Register(AnyModel());
@@ -224,6 +229,7 @@ void Walk::Ask() {
 
 void Walk::Inject() {
   if (Chance(3)) return FaultDriver::Disarm();
+  if (Chance(8)) return rig_.FailNextReading();
   const DriverCall call = kFaulty[Draw(std::size(kFaulty))];
   const uint64_t first = FaultDriver::calls(call) + 1 + Draw(12);
   const uint64_t last = Chance(5) ? first + 1 + Draw(40) : first;

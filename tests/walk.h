@@ -29,6 +29,8 @@ struct WalkCounts {
   uint64_t phases = 0;
   uint64_t hindered = 0;     // swaps given up since a client did not let all cells go
   uint64_t early_cells = 0;  // that a client mapped before all of their generation were filled
+  uint64_t early = 0;
+  uint64_t readings_failed = 0;
 
   WalkCounts& operator+=(const WalkCounts& other);
 };

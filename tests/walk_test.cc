@@ -27,7 +27,8 @@ std::ostream& operator<<(std::ostream& out, const WalkCounts& counts) {
              << counts.realized << " plans realized, " << counts.mapped << " times mapped, " << counts.uses << " uses, "
              << counts.deaths << " deaths, " << counts.faults << " faults hit, " << counts.broken
              << " broken at the end, " << counts.phases << " phases asked for, " << counts.early_cells
-             << " cells mapped while others were filled, " << counts.hindered << " swaps hindered";
+             << " cells mapped while others were filled, " << counts.hindered << " swaps hindered, " << counts.early
+             << " fills while reading, " << counts.readings_failed << " of them with a reading that failed";
 }
 
 // False where something did not hold.
@@ -67,6 +68,8 @@ TEST_CASE("Whatever happens in whatever order, nothing is lent twice, lost, wron
     CHECK(sum.phases > 1000);
     CHECK(sum.early_cells > 500);
     CHECK(sum.hindered > 5);
+    CHECK(sum.early > 50);
+    CHECK(sum.readings_failed > 10);
   }
   std::cout << walks << " walks, " << failed << " failed, " << sum << std::endl;
   CHECK(failed == 0);
