@@ -68,6 +68,8 @@ Broker::Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gp
 
 Broker::~Broker() {
   for (auto& [id, copy] : copies_) copy->cancelled = true;
+  // One may wait for bytes that nobody passes on any more.
+  for (const auto& gpu : gpus_) gpu->CancelRealize();
   loader_.reset();
   // Arenas first, since they copy from mirrors; devices last, since mirrors are page-locked for them.
   for (auto& gpu : gpus_) gpu->Stop();
@@ -96,6 +98,7 @@ RequestId Broker::Ask(RequestId request, const Event& event) {
 void Broker::Answer(const Reply& reply) {
   auto node = done_.extract(reply.request);
   progress_.erase(reply.request);
+  early_.erase(reply.request);
   // The core agreed, or refused: in either case nothing waits for it any more.
   loading_.erase(reply.request);
   NoteLoss(reply.status);
@@ -120,9 +123,10 @@ void Broker::RefuseWaiting() {
   for (RequestId request : waiting) Answer({request, ending_, {}});
 }
 
-RequestId Broker::Register(RegisterOptions options, Progress progress, Done done) {
+RequestId Broker::Register(RegisterOptions options, Progress progress, std::function<void()> early, Done done) {
   const RequestId request = Expect(std::move(done));
   progress_.emplace(request, std::move(progress));
+  early_.emplace(request, std::move(early));
   const auto gpu = FindGpu(options.device_uuid);
   if (!gpu.ok()) {
     Answer({request, gpu.status(), {}});
@@ -137,6 +141,7 @@ RequestId Broker::Register(RegisterOptions options, Progress progress, Done done
                          auto model = std::make_unique<LoadedModel>();
                          model->checkpoint = *std::move(checkpoint);
                          model->device = device;
+                         model->activate = options.activate && options.mode == ModelMode::kHeld;
                          const RegisterRequested event = RegisterEvent(request, options, model->checkpoint, device);
                          loading_.emplace(request, std::move(model));
                          Ask(request, event);
@@ -281,9 +286,13 @@ void Broker::Do(const RealizePlan& effect) {
         sessions_.SendCells(reader.lease, reader.generation, cells, /*last=*/false);
     };
   }
+  BeginFill(effect.model);
   GpuOf(model.device)
       .Realize(effect, model.checkpoint.layout, SourcesOf(effect.model), std::move(givers), std::move(filled),
-               [this](const PlanRealized& event) { Feed(event); });
+               [this](const PlanRealized& event) {
+                 EndFill(event.model);
+                 Feed(event);
+               });
   // What the core takes up next, after the transfer that the end has stopped.
   if (!ending_.ok()) GpuOf(models_.at(effect.model)->device).CancelRealize();
 }
@@ -376,7 +385,8 @@ void Broker::Do(const SetTimer& effect) {
 }
 
 std::vector<const Source*> Broker::SourcesOf(ModelId model) const {
-  return copies_.at(models_.at(model)->copy)->built.sources();
+  const HostCopy& copy = *copies_.at(models_.at(model)->copy);
+  return copy.complete ? copy.built.sources() : copy.flow->sources();
 }
 
 }  // namespace residency

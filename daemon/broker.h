@@ -52,6 +52,7 @@ struct RegisterOptions {
   ModelMode mode = ModelMode::kHeld;
   std::optional<PinPolicy> pin;  // unset: the daemon's
   std::optional<HostTier> tier;  // unset: the daemon's
+  bool activate = false;         // it is to be activated as soon as may be, which the caller asks for
 };
 
 class Broker {
@@ -65,8 +66,9 @@ class Broker {
   using Done = std::function<void(const Reply&)>;
   using Progress = std::function<void(uint64_t bytes_done, uint64_t bytes_total, uint64_t pinned_bytes)>;
 
-  // Each answers `done` exactly once. The id is for Cancel.
-  RequestId Register(RegisterOptions options, Progress progress, Done done);
+  // Each answers `done` exactly once. The id is for Cancel. `early` is called at most once, and before `done`, if the
+  // model can be activated while its last bytes are being read; only where `options` say that it is to be.
+  RequestId Register(RegisterOptions options, Progress progress, std::function<void()> early, Done done);
   // What Register would do, and what would fit; nothing is kept, no weight is read.
   void DryRun(RegisterOptions options, std::function<void(absl::StatusOr<v1::DryRun>)> done);
   RequestId Unload(const std::string& name, Done done);
@@ -114,8 +116,10 @@ class Broker {
     DeviceId device;
     HostCopyId copy;
     std::vector<RequestId> watching_progress;
-    uint64_t loaded_bytes = 0;         // of payload, read so far
-    uint64_t loaded_pinned_bytes = 0;  // page-locked so far
+    uint64_t loaded_bytes = 0;                                                              // of payload, read so far
+    uint64_t loaded_pinned_bytes = 0;                                                       // page-locked so far
+    bool activate = false;                                                                  // at once
+    enum class Addresses : uint8_t { kNone, kAsked, kThere } addresses = Addresses::kNone;  // before the mirrors are
   };
 
   // The mirrors that one model has, or several of the same files, or their mappings. It goes with the last of them.
@@ -123,10 +127,14 @@ class Broker {
     HostTier tier = HostTier::kMirror;
     BuiltMirrors built;
     bool complete = false;
+    bool failed = false;  // and is only here until its reader is dropped
     uint64_t pinned_bytes = 0;
     std::atomic<bool> cancelled{false};
-    ModelId reader;                     // until it is complete, the loader reads by this model's checkpoint,
-    std::unique_ptr<LoadedModel> kept;  // which is kept here where that model was given up meanwhile
+    ModelId reader;                       // until it is complete, the loader reads by this model's checkpoint,
+    std::unique_ptr<LoadedModel> kept;    // which is kept here where that model was given up meanwhile
+    std::optional<BuiltMirrors> waiting;  // for the addresses that were asked for
+    bool filling = false;                 // the reader's RealizePlan is under way, from the flow
+    std::unique_ptr<MirrorFlow> flow;     // while it is being read, for its reader; goes before the mirrors
   };
 
   Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gpu>> gpus, std::unique_ptr<Loader> loader,
@@ -163,6 +171,11 @@ class Broker {
   void OnProgress(HostCopyId id, const BuildProgress& progress);
   void OnMirrors(HostCopyId id, BuiltMirrors built);
   void OnCopyComplete(ModelId id);
+  void OnNearlyBuilt(HostCopyId id);
+  void OnCopyFailed(HostCopyId id, const BuiltMirrors& built);
+  void BeginFill(ModelId model);
+  void EndFill(ModelId model);
+  void DiscardFlow(HostCopy& copy);
   std::vector<ModelId> ModelsOf(HostCopyId copy) const;
   std::unique_ptr<HostCopy> TakeUnused(HostCopyId copy);
   HostRoom MeasureHost() const;
@@ -189,6 +202,7 @@ class Broker {
   std::map<HostCopyId, std::unique_ptr<HostCopy>> copies_;
   std::map<RequestId, Done> done_;
   std::map<RequestId, Progress> progress_;
+  std::map<RequestId, std::function<void()>> early_;
   std::map<RequestId, std::unique_ptr<LoadedModel>> loading_;  // headers read, the core not yet asked or not agreed
   std::map<TimerId, uint64_t> timers_;
   std::map<uint64_t, std::function<void()>> watchers_;

@@ -61,7 +61,7 @@ HostRoom Broker::MeasureHost() const {
   HostRoom room{.available_bytes = memory.room_bytes(), .cgroup_limit_bytes = memory.mirror_limit_bytes()};
   uint64_t unread_bytes = 0;
   for (const auto& [id, copy] : copies_) {
-    if (copy->complete || copy->tier == HostTier::kFile) continue;
+    if (copy->complete || copy->failed || copy->tier == HostTier::kFile) continue;
     const auto found = models_.find(copy->reader);
     const LoadedModel& model = found != models_.end() ? *found->second : *copy->kept;
     unread_bytes += model.checkpoint.layout.span_bytes - model.loaded_bytes;
@@ -124,13 +124,10 @@ v1::DryRun Broker::BuildDryRun(const RegisterRequested& event, const GpuMeasurem
 // ---- Copies. ----
 
 void Broker::Do(const BuildMirrors& effect) {
-  if (auto node = loading_.extract(effect.request); !node.empty()) {
-    models_[effect.model] = std::move(node.mapped());
-  }
-  // A reading that was given up is begun again for a request whose headers are here already.
-  LoadedModel& model = *models_.at(effect.model);
-  // It keeps its GPU, whichever the request that has it read again asked for.
-  model.device = arbiter_.records().models.at(effect.model).device;
+  auto node = loading_.extract(effect.request);
+  // Everybody was refused meanwhile, since the daemon is ending.
+  if (node.empty()) return Feed(MirrorsBuilt{effect.model, ending_});
+  LoadedModel& model = *(models_[effect.model] = std::move(node.mapped()));
   model.copy = effect.copy;
   model.watching_progress = {effect.request};
   const auto [copy, is_new] = copies_.try_emplace(effect.copy);
@@ -138,8 +135,6 @@ void Broker::Do(const BuildMirrors& effect) {
     copy->second = std::make_unique<HostCopy>();
     copy->second->reader = effect.model;
     copy->second->tier = effect.tier;
-    model.loaded_bytes = 0;
-    model.loaded_pinned_bytes = 0;
     ReadCopy(effect.copy, effect.pin);
   } else if (copy->second->complete) {
     OnCopyComplete(effect.model);
@@ -159,9 +154,14 @@ void Broker::ReadCopy(HostCopyId id, PinWish pin) {
   const Device& device = GpuOf(model.device).device();
   if (copy.tier == HostTier::kFile) {
     loader_->MapFiles(model.checkpoint, device, pinned_bytes, copy.cancelled, progress, done);
-  } else {
-    loader_->BuildMirrors(model.checkpoint, device, pin, pinned_bytes, copy.cancelled, progress, done);
+    return;
   }
+  EarlyFill early;
+  if (model.activate && GpuOf(model.device).usable().ok()) {
+    copy.flow = std::make_unique<MirrorFlow>(model.checkpoint.layout);
+    early = {copy.flow.get(), [this, id] { OnNearlyBuilt(id); }};
+  }
+  loader_->BuildMirrors(model.checkpoint, device, pin, pinned_bytes, copy.cancelled, progress, early, done);
 }
 
 std::vector<ModelId> Broker::ModelsOf(HostCopyId copy) const {
@@ -193,22 +193,75 @@ void Broker::OnProgress(HostCopyId copy, const BuildProgress& progress) {
   Changed();
 }
 
-void Broker::OnMirrors(HostCopyId id, BuiltMirrors built) {
-  const std::vector<ModelId> models = ModelsOf(id);
-  if (!built.status.ok()) {
-    const auto gone = copies_.extract(id);
-    for (ModelId model : models) {
-      Feed(MirrorsBuilt{model, built.status, 0, built.pin_refusal, built.pin_limit_bytes});
-      if (!arbiter_.records().models.contains(model)) models_.erase(model);
+// So little is left to be read that the reader's cells may be filled meanwhile, for which it needs its addresses.
+void Broker::OnNearlyBuilt(HostCopyId id) {
+  HostCopy& copy = *copies_.at(id);
+  const auto found = models_.find(copy.reader);
+  if (copy.cancelled || found == models_.end()) return;
+  LoadedModel& model = *found->second;
+  model.addresses = LoadedModel::Addresses::kAsked;
+  GpuOf(model.device).AddModel(copy.reader, model.checkpoint.layout, [this, id](absl::Status status) {
+    HostCopy& copy = *copies_.at(id);
+    LoadedModel& model = *models_.at(copy.reader);
+    model.addresses = status.ok() ? LoadedModel::Addresses::kThere : LoadedModel::Addresses::kNone;
+    if (status.ok()) {
+      Feed(MirrorsNearlyBuilt{copy.reader});
+      for (RequestId request : model.watching_progress) {
+        if (const auto early = early_.extract(request); !early.empty() && early.mapped()) early.mapped()();
+      }
     }
+    if (copy.waiting.has_value()) OnMirrors(id, *std::exchange(copy.waiting, std::nullopt));
+  });
+}
+
+void Broker::OnMirrors(HostCopyId id, BuiltMirrors built) {
+  HostCopy& copy = *copies_.at(id);
+  const auto reader = models_.find(copy.reader);
+  if (reader != models_.end() && reader->second->addresses == LoadedModel::Addresses::kAsked) {
+    copy.waiting = std::move(built);
     return;
   }
-  HostCopy& copy = *copies_.at(id);
+  if (!built.status.ok()) return OnCopyFailed(id, built);
   copy.built = std::move(built);
+  if (copy.flow != nullptr) {
+    copy.built.mirrors = copy.flow->TakeMirrors();
+    copy.flow->Finish(copy.built.sources());
+  }
   copy.complete = true;
   copy.kept.reset();
   copy.pinned_bytes = copy.built.pinned_bytes();
-  for (ModelId model : models) OnCopyComplete(model);
+  if (!copy.filling) DiscardFlow(copy);
+  for (ModelId model : ModelsOf(id)) OnCopyComplete(model);
+}
+
+void Broker::OnCopyFailed(HostCopyId id, const BuiltMirrors& built) {
+  const std::vector<ModelId> models = ModelsOf(id);
+  HostCopy& copy = *copies_.at(id);
+  const auto reader = models_.find(copy.reader);
+  copy.failed = reader != models_.end() && reader->second->addresses == LoadedModel::Addresses::kThere;
+  // What a fill may be copying from goes when the core has dropped the reader.
+  if (!copy.failed) copies_.erase(id);
+  for (ModelId model : models) {
+    Feed(MirrorsBuilt{model, built.status, 0, built.pin_refusal, built.pin_limit_bytes});
+    if (!arbiter_.records().models.contains(model)) models_.erase(model);
+  }
+}
+
+void Broker::BeginFill(ModelId model) {
+  HostCopy& copy = *copies_.at(models_.at(model)->copy);
+  copy.filling |= copy.reader == model && !copy.complete;
+}
+
+void Broker::EndFill(ModelId model) {
+  HostCopy& copy = *copies_.at(models_.at(model)->copy);
+  if (copy.reader != model) return;
+  copy.filling = false;
+  if (copy.complete) DiscardFlow(copy);
+}
+
+// Unlocking what it may have kept takes long for a large model.
+void Broker::DiscardFlow(HostCopy& copy) {
+  if (copy.flow != nullptr) loader_->Discard(std::move(copy.flow), [] {});
 }
 
 // The model has its host copy; what is left is its addresses.
@@ -221,7 +274,7 @@ void Broker::OnCopyComplete(ModelId id) {
                      std::exchange(copy.built.pin_limit_bytes, std::nullopt)};
   Gpu& gpu = GpuOf(model.device);
   // A model may be registered for a GPU that cannot map memory; only its activation is refused.
-  if (!gpu.usable().ok()) return Feed(event);
+  if (!gpu.usable().ok() || model.addresses == LoadedModel::Addresses::kThere) return Feed(event);
   gpu.AddModel(id, model.checkpoint.layout, [this, event](absl::Status status) mutable {
     event.status = status;
     if (!status.ok()) {
@@ -251,6 +304,8 @@ void Broker::Do(const CancelMirrors& effect) {
     copy.cancelled = true;
     return;
   }
+  // Nearly done, and perhaps being filled: MirrorsBuilt will come.
+  if (found->second->addresses != LoadedModel::Addresses::kNone) return;
   // Others still want the copy; this model leaves them alone with it.
   auto node = models_.extract(found);
   if (copy.reader == effect.model) copy.kept = std::move(node.mapped());

@@ -21,6 +21,7 @@
 #include "mechanisms/file_source.h"
 #include "mechanisms/layout.h"
 #include "mechanisms/manifest.h"
+#include "mechanisms/mirror_flow.h"
 #include "mechanisms/mirror_read.h"
 
 namespace residency {
@@ -49,6 +50,12 @@ struct BuildProgress {
   std::optional<uint64_t> pinned_bytes;  // page-locked, where that has changed; nothing is any more once it was refused
 };
 
+// For a model that is to be activated at once: what a device may be filled from while the mirrors are being read.
+struct EarlyFill {
+  MirrorFlow* flow = nullptr;          // outlives the reading, and has its mirrors once it is done; null: no such model
+  std::function<void()> nearly_built;  // called on the decision loop when little is left to be read, at most once
+};
+
 // A checkpoint whose headers were read.
 struct Checkpoint {
   Manifest manifest;
@@ -70,12 +77,13 @@ class Loader {
 
   // Reads the mirrors of all components, and page-locks them for `device` meanwhile as `pin` says. `checkpoint` and
   // `cancelled` (set it to stop: CANCELLED) must live until `done`. `pinned_bytes` says, on any thread, what is
-  // page-locked of all mirrors. On failure nothing is left.
+  // page-locked of all mirrors. On failure nothing is left, but for what the flow of `early` keeps.
   // Errors as ReadMirrors; with kMust also RESOURCE_EXHAUSTED/PIN_LIMIT with the bytes of all components and those
   // that could be had, or what else Device::RegisterHost answers.
   void BuildMirrors(const Checkpoint& checkpoint, const Device& device, PinWish pin,
                     std::function<uint64_t()> pinned_bytes, const std::atomic<bool>& cancelled,
-                    std::function<void(const BuildProgress&)> progress, std::function<void(BuiltMirrors)> done);
+                    std::function<void(const BuildProgress&)> progress, EarlyFill early,
+                    std::function<void(BuiltMirrors)> done);
 
   // Maps the checkpoint's files instead and page-locks them for `device`; the rest as for BuildMirrors.
   // Errors as MappedModel::Map.

@@ -8,6 +8,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/calls.h"
+#include "daemon/register_call.h"
 #include "daemon/status.h"
 #include "mechanisms/refusal.h"
 
@@ -102,10 +103,9 @@ absl::StatusOr<RegisterOptions> RegisterOptionsOf(const v1::RegisterModelRequest
   const auto tier = HostTierOf(request.host_tier());
   if (!tier.ok()) return tier.status();
   options.tier = *tier;
+  options.activate = request.activate();
   return options;
 }
-
-using RegisterCall = StreamCall<v1::RegisterModelResponse>;
 
 void StartDryRun(Broker& broker, RegisterCall& call, RegisterOptions options) {
   // The call ends with its caller, the measurement does not.
@@ -140,40 +140,7 @@ grpc::ServerWriteReactor<v1::RegisterModelResponse>* Service::RegisterModel(grpc
     auto options = RegisterOptionsOf(*request);
     if (!options.ok()) return call.End(options.status());
     if (request->dry_run()) return StartDryRun(broker_, call, *std::move(options));
-    const absl::Time began = MonotonicNow();
-    const RequestId id = broker_.Register(
-        *std::move(options),
-        [&call](uint64_t done_bytes, uint64_t total_bytes, uint64_t pinned_bytes) {
-          // A slow reader gets fewer messages, not older ones.
-          if (call.backlog() > 1) return;
-          v1::RegisterModelResponse response;
-          response.set_bytes_done(done_bytes);
-          response.set_bytes_total(total_bytes);
-          response.set_pinned_bytes(pinned_bytes);
-          call.Push(std::move(response));
-        },
-        [this, &call, began](const Reply& reply) {
-          if (!reply.status.ok()) return call.End(reply.status);
-          const auto& outcome = std::get<RegisterOutcome>(reply.outcome);
-          const Broker::ModelView model = broker_.ViewOf(outcome.model);
-          v1::RegisterModelResponse response;
-          response.set_done(true);
-          response.set_bytes_done(model.layout.payload_bytes);
-          response.set_bytes_total(model.layout.payload_bytes);
-          uint64_t tensors = 0;
-          for (const LayoutComponent& component : model.layout.components) tensors += component.tensors.size();
-          response.set_tensors(tensors);
-          response.set_payload_bytes(model.layout.payload_bytes);
-          response.set_tax_bytes(model.layout.tax_bytes());
-          response.set_pinned_bytes(outcome.pinned_bytes);
-          *response.mutable_pin() = PinProto(outcome.pin);
-          response.set_host_tier(HostTierProto(model.tier));
-          response.set_seconds(absl::ToDoubleSeconds(MonotonicNow() - began));
-          response.set_device_uuid(model.device_uuid);
-          call.Push(std::move(response));
-          call.End(absl::OkStatus());
-        });
-    call.OnGone([this, id] { broker_.Cancel(id); });
+    StartRegister(broker_, call, *std::move(options));
   });
 }
 
@@ -211,20 +178,7 @@ grpc::ServerUnaryReactor* Service::Activate(grpc::CallbackServerContext* context
     }
     const RequestId id = broker_.Activate(std::move(event), [this, &call, response](const Reply& reply) {
       if (const auto* outcome = std::get_if<ActivateOutcome>(&reply.outcome)) {
-        const Broker::ModelView model = broker_.ViewOf(outcome->model);
-        response->set_lease_id(outcome->lease.value);
-        response->set_layout_digest(model.layout_digest);
-        response->set_generation(outcome->generation);
-        response->set_bytes_moved(outcome->bytes_moved);
-        response->set_seconds(absl::ToDoubleSeconds(outcome->duration));
-        response->set_verified_cells(outcome->verified_cells);
-        response->set_refilled_cells(outcome->refilled_cells);
-        response->set_trusted_cells(outcome->trusted_cells);
-        response->set_verified_against(VerifiedAgainstProto(model.tier));
-        response->set_device_bytes(outcome->device_bytes);
-        response->set_device_uuid(model.device_uuid);
-        for (const std::string& name : outcome->evicted) response->add_evicted(name);
-        response->set_mode(model.mode == ModelMode::kPhased ? v1::MODEL_MODE_PHASED : v1::MODEL_MODE_HELD);
+        SetActivateResponse(*outcome, broker_, *response);
       }
       call.End(reply.status);
     });

@@ -37,6 +37,7 @@ struct RegisterFlags {
   bool phased = false;
   std::string pin;   // empty: the daemon's
   std::string tier;  // the same
+  bool activate = false;
   bool dry_run = false;
 };
 
@@ -97,51 +98,25 @@ absl::StatusOr<v1::ComponentSource> ParseComponent(const std::string& text) {
   return component;
 }
 
-absl::StatusOr<v1::RegisterModelResponse> CallRegister(Client& client, const v1::RegisterModelRequest& request) {
+// What there was a last answer about is done, whatever `status` then says of its activation.
+struct Registered {
+  v1::RegisterModelResponse response;
+  absl::Status status;
+};
+
+Registered CallRegister(Client& client, const v1::RegisterModelRequest& request) {
   grpc::ClientContext context;
   const auto stream = client.service().RegisterModel(&context, request);
-  v1::RegisterModelResponse response;
+  Registered registered;
   ProgressBar bar;
-  while (stream->Read(&response)) {
-    bar.Update(response.bytes_done(), response.bytes_total(), response.pinned_bytes());
+  while (stream->Read(&registered.response)) {
+    bar.Update(registered.response.bytes_done(), registered.response.bytes_total(), registered.response.pinned_bytes());
   }
-  if (auto status = FromGrpcStatus(stream->Finish()); !status.ok()) return status;
-  if (!response.done()) return absl::InternalError("the daemon ended the registration without an outcome");
-  return response;
-}
-
-int Register(const GlobalFlags& flags, const RegisterFlags& options) {
-  v1::RegisterModelRequest request;
-  request.set_name(options.name);
-  request.set_source(AbsolutePath(options.source));
-  request.set_device_uuid(options.device_uuid);
-  if (options.device_budget.has_value()) request.mutable_budget()->set_device_bytes(*options.device_budget);
-  request.set_mode(options.phased ? v1::MODEL_MODE_PHASED : v1::MODEL_MODE_HELD);
-  if (options.pin == "auto") request.set_pin(v1::PIN_POLICY_AUTO);
-  if (options.pin == "yes") request.set_pin(v1::PIN_POLICY_YES);
-  if (options.pin == "no") request.set_pin(v1::PIN_POLICY_NO);
-  if (options.tier == "mirror") request.set_host_tier(v1::HOST_TIER_MIRROR);
-  if (options.tier == "file") request.set_host_tier(v1::HOST_TIER_FILE);
-  request.set_dry_run(options.dry_run);
-  for (const std::string& text : options.components) {
-    auto component = ParseComponent(text);
-    if (!component.ok()) {
-      ReportError(flags, component.status());
-      return kExitUsage;
-    }
-    *request.add_components() = *std::move(component);
+  registered.status = FromGrpcStatus(stream->Finish());
+  if (registered.status.ok() && !registered.response.done()) {
+    registered.status = absl::InternalError("the daemon ended the registration without an outcome");
   }
-  auto client = Connect(flags);
-  if (!client.ok()) return ReportError(flags, client.status());
-  auto response = CallRegister(**client, request);
-  if (!response.ok()) return ReportError(flags, response.status());
-  if (options.dry_run) return ReportDone(flags, response->dry_run(), DryRunText(options.name, response->dry_run()));
-  return ReportDone(
-      flags, *response,
-      absl::StrFormat("registered %s on %s: %d tensors, payload %s, tax %s, pinned %s, in %.3f s%s\n%s\n", options.name,
-                      response->device_uuid(), response->tensors(), FormatBytes(response->payload_bytes()),
-                      FormatBytes(response->tax_bytes()), FormatBytes(response->pinned_bytes()), response->seconds(),
-                      Rate(response->payload_bytes(), response->seconds()), response->pin().message()));
+  return registered;
 }
 
 std::string ActivatedText(const std::string& name, const v1::ActivateResponse& response) {
@@ -167,6 +142,46 @@ std::string ActivatedText(const std::string& name, const v1::ActivateResponse& r
     absl::StrAppend(&text, "made room: ", absl::StrJoin(response.evicted(), ", "), "\n");
   }
   return text;
+}
+
+int Register(const GlobalFlags& flags, const RegisterFlags& options) {
+  v1::RegisterModelRequest request;
+  request.set_name(options.name);
+  request.set_source(AbsolutePath(options.source));
+  request.set_device_uuid(options.device_uuid);
+  if (options.device_budget.has_value()) request.mutable_budget()->set_device_bytes(*options.device_budget);
+  request.set_mode(options.phased ? v1::MODEL_MODE_PHASED : v1::MODEL_MODE_HELD);
+  if (options.pin == "auto") request.set_pin(v1::PIN_POLICY_AUTO);
+  if (options.pin == "yes") request.set_pin(v1::PIN_POLICY_YES);
+  if (options.pin == "no") request.set_pin(v1::PIN_POLICY_NO);
+  if (options.tier == "mirror") request.set_host_tier(v1::HOST_TIER_MIRROR);
+  if (options.tier == "file") request.set_host_tier(v1::HOST_TIER_FILE);
+  request.set_activate(options.activate);
+  request.set_dry_run(options.dry_run);
+  for (const std::string& text : options.components) {
+    auto component = ParseComponent(text);
+    if (!component.ok()) {
+      ReportError(flags, component.status());
+      return kExitUsage;
+    }
+    *request.add_components() = *std::move(component);
+  }
+  auto client = Connect(flags);
+  if (!client.ok()) return ReportError(flags, client.status());
+  const auto [response, status] = CallRegister(**client, request);
+  if (!response.done()) return ReportError(flags, status);
+  if (options.dry_run) return ReportDone(flags, response.dry_run(), DryRunText(options.name, response.dry_run()));
+  std::string text =
+      absl::StrFormat("registered %s on %s: %d tensors, payload %s, tax %s, pinned %s, in %.3f s%s\n%s\n", options.name,
+                      response.device_uuid(), response.tensors(), FormatBytes(response.payload_bytes()),
+                      FormatBytes(response.tax_bytes()), FormatBytes(response.pinned_bytes()), response.seconds(),
+                      Rate(response.payload_bytes(), response.seconds()), response.pin().message());
+  if (!status.ok()) {
+    absl::StrAppend(&text, options.name, " is registered, but not activated\n");
+    return ReportHalfDone(flags, response, text, "registered", status);
+  }
+  if (response.has_activation()) absl::StrAppend(&text, ActivatedText(options.name, response.activation()));
+  return ReportDone(flags, response, text);
 }
 
 int Activate(const GlobalFlags& flags, const ActivateFlags& options) {
@@ -308,7 +323,11 @@ void AddRegister(CLI::App& app, const GlobalFlags& flags, Command& chosen) {
         if (text == "mirror" || text == "file") return "";
         return absl::StrCat("'", text, "': mirror or file", text == "none" ? "; none is not offered yet" : "");
       });
-  command.add_flag("--dry_run", options->dry_run, "only say what it would take, what would fit, and which flags help");
+  CLI::Option* const activate = command.add_flag(
+      "--activate", options->activate,
+      "bring it onto its GPU too, without a lease, for which bytes flow there while the last ones are being read");
+  command.add_flag("--dry_run", options->dry_run, "only say what it would take, what would fit, and which flags help")
+      ->excludes(activate);
 }
 
 void AddActivate(CLI::App& app, const GlobalFlags& flags, Command& chosen) {

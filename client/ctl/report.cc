@@ -38,6 +38,20 @@ int ReportDone(const GlobalFlags& flags, const google::protobuf::Message& respon
   return kExitDone;
 }
 
+int ReportHalfDone(const GlobalFlags& flags, const google::protobuf::Message& response, const std::string& text,
+                   const std::string& done, const absl::Status& refused) {
+  GlobalFlags as_text = flags;
+  if (flags.json) {
+    auto document = ErrorToJson(refused);
+    document[done] = ProtoToJson(response);
+    Print(absl::StrCat(JsonText(document), "\n"));
+    as_text.json = false;
+  } else {
+    Print(text);
+  }
+  return ReportError(as_text, refused);
+}
+
 void Print(const std::string& text) {
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);

@@ -25,6 +25,10 @@ std::string RefusalLine(const absl::Status& status);
 // Prints and returns the exit status.
 int ReportError(const GlobalFlags& flags, const absl::Status& status);
 int ReportDone(const GlobalFlags& flags, const google::protobuf::Message& response, const std::string& text);
+// The same of a command of two steps of which the second was refused: its refusal, and what came of the first, which
+// stays done; with --json in one document, `response` under the key `done`.
+int ReportHalfDone(const GlobalFlags& flags, const google::protobuf::Message& response, const std::string& text,
+                   const std::string& done, const absl::Status& refused);
 
 // Standard output, flushed: whoever reads a pipe sees it now.
 void Print(const std::string& text);
