@@ -11,8 +11,8 @@
 namespace residency {
 namespace {
 
-// A piece is what the daemon can hand on at once, so it is bounded though one unmapping could take all. So many cells of
-// 64 MiB are unmapped in 0.4 ms and filled again in 19 (H200).
+// A piece is what the daemon can hand on at once, so it is bounded though one unmapping could take all. So many cells
+// of 64 MiB are unmapped in 0.4 ms and filled again in 19 (H200).
 constexpr size_t kMaxPieceCells = 16;
 
 absl::Status Annotate(const absl::Status& status, std::string_view what) {

@@ -106,9 +106,10 @@ v1::DryRun Broker::BuildDryRun(const RegisterRequested& event, const GpuMeasurem
   // Models that nobody uses make room for an activation; a phased one that anybody has a lease on keeps its claim.
   for (const auto& [id, record] : records.models) {
     if (record.device != event.device || record.state != ModelState::kActive) continue;
-    const bool in_use = std::any_of(records.leases.begin(), records.leases.end(), [&](const auto& entry) {
-      return entry.second.model == id && (record.mode == ModelMode::kPhased || IsInUse(entry.first));
-    });
+    const bool in_use =
+        std::any_of(records.leases.begin(), records.leases.end(), [&, &model = record](const auto& entry) {
+          return entry.second.model == model.id && (model.mode == ModelMode::kPhased || IsInUse(entry.first));
+        });
     const auto found = measured.models.find(id);
     const uint64_t device_bytes = found == measured.models.end() ? 0 : found->second.device_bytes;
     if (in_use) {

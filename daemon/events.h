@@ -242,12 +242,12 @@ struct LeaseFailed {
   bool by_client = false;  // then `status` is the client's word
 };
 
-using Event = std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
-                           ReleaseLeaseRequested, BeginPhaseRequested, EndPhaseRequested, TrimRequested,
-                           RequestCancelled, MirrorsNearlyBuilt, MirrorsBuilt, DeviceMeasured, PlanRealized,
-                           CellsVerified, PoolTrimmed, ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired,
-                           SessionOpened, SessionHungUp, SessionEnded, LeaseMapped, LeaseReleasing, LeaseReleased,
-                           LeaseFailed>;
+using Event =
+    std::variant<RegisterRequested, UnloadRequested, ActivateRequested, DeactivateRequested, VerifyRequested,
+                 ReleaseLeaseRequested, BeginPhaseRequested, EndPhaseRequested, TrimRequested, RequestCancelled,
+                 MirrorsNearlyBuilt, MirrorsBuilt, DeviceMeasured, PlanRealized, CellsVerified, PoolTrimmed,
+                 ModelDropped, UseWordsClosed, UseWordsReopened, TimerFired, SessionOpened, SessionHungUp, SessionEnded,
+                 LeaseMapped, LeaseReleasing, LeaseReleased, LeaseFailed>;
 
 // ---- Effects. ----
 
@@ -313,7 +313,8 @@ struct Reply {
 };
 
 // Read, page-lock and digest the model whose RegisterRequested was `request`, unless another model has that copy
-// already, or is just having it read; -> MirrorsBuilt. In the tier kFile: map and page-lock its files.
+// already, or is just having it read; -> perhaps MirrorsNearlyBuilt, MirrorsBuilt. In the tier kFile: map and page-lock
+// its files.
 struct BuildMirrors {
   ModelId model;
   RequestId request;

@@ -154,7 +154,9 @@ void AppendModel(std::string& out, const v1::Status& status, const v1::ModelStat
   absl::StrAppendFormat(&out, "\n%s  %s  %s  generation %d", model.name(),
                         Word(v1::ModelState_Name(model.state()), "MODEL_STATE_"),
                         Word(v1::ModelMode_Name(model.mode()), "MODEL_MODE_"), model.generation());
-  if (model.state() == v1::MODEL_STATE_REGISTERING) absl::StrAppendFormat(&out, "  %.0f %%", model.progress() * 100);
+  // It may be on its way to the GPU already.
+  const bool reading = model.state() == v1::MODEL_STATE_REGISTERING || model.progress() > 0;
+  if (reading) absl::StrAppendFormat(&out, "  %.0f %%", model.progress() * 100);
   absl::StrAppend(&out, "\n");
   if (!model.device_uuid().empty()) absl::StrAppend(&out, "  on ", model.device_uuid(), "\n");
   AppendClaim(out, model);
