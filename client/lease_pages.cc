@@ -177,17 +177,22 @@ absl::Status LeasePages::WaitForDeviceWork() {
 absl::StatusOr<std::vector<uint32_t>> LeasePages::UnmapPiece() {
   std::vector<uint32_t> indices;
   if (cells_.empty()) return indices;
-  const uint64_t start = cells_.begin()->first;
-  uint64_t end = start;
-  auto cell = cells_.begin();
-  for (; cell != cells_.end() && cell->first == end && indices.size() < kMaxPieceCells; ++cell) {
-    indices.push_back(cell->second.index);
-    end += cell->second.bytes;
+  // From the end, where a model's remainder is, of a size that another model may not be able to use: that one goes back
+  // to the driver before the first byte of the other model can flow.
+  const uint64_t end = cells_.rbegin()->first + cells_.rbegin()->second.bytes;
+  uint64_t start = end;
+  auto cell = cells_.end();
+  while (cell != cells_.begin() && indices.size() < kMaxPieceCells) {
+    const auto before = std::prev(cell);
+    if (before->first + before->second.bytes != start) break;
+    indices.push_back(before->second.index);
+    start = before->first;
+    cell = before;
   }
   if (auto status = device_.Unmap(address() + start, end - start); !status.ok()) {
     return Annotate(status, absl::StrCat("unmapping cells of ", grant_.model));
   }
-  cells_.erase(cells_.begin(), cell);
+  cells_.erase(cell, cells_.end());
   return indices;
 }
 

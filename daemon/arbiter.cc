@@ -395,7 +395,10 @@ void Arbiter::On(const EndPhaseRequested& event) {
 // a revocation which is just being taken back. One that is being mapped or revoked already is taken up when that is
 // through.
 void Arbiter::Release(LeaseRecord& lease) {
-  if (lease.state == LeaseState::kRevoked) return Drop(lease.id, "RELEASED");
+  if (lease.state == LeaseState::kRevoked) {
+    const std::string reason = lease.failure.ok() ? "RELEASED" : ReasonOf(lease.failure);
+    return Drop(lease.id, reason, std::string(lease.failure.message()));
+  }
   // The word of one whose cells are still being filled is closed, and it need not wait for them.
   if (lease.state == LeaseState::kFilling) {
     lease.state = LeaseState::kRevoking;
@@ -453,8 +456,15 @@ void Arbiter::On(const LeaseFailed& event) {
   const auto lease = records_.leases.find(event.lease);
   if (lease == records_.leases.end()) return;
   if (!event.by_client) records_.models.at(lease->second.model).last_error = event.status;
-  const std::string reason = ReasonOf(event.status);
   QueueOf(lease->second.model)->OnLeaseFailed(event.lease, event.status);
+  // What could not be handed over as a whole may have come in parts.
+  if (!event.by_client && lease->second.state == LeaseState::kGranting) {
+    lease->second.unclaimed = true;
+    lease->second.failure = event.status;
+    lease->second.state = LeaseState::kRevoking;
+    return context_.effects.push_back(RevokeLease{event.lease, lease->second.generation});
+  }
+  const std::string reason = ReasonOf(event.status);
   Drop(event.lease, reason.empty() ? "LEASE_FAILED" : reason, std::string(event.status.message()));
 }
 

@@ -69,7 +69,7 @@ Broker::Broker(Loop& loop, BrokerOptions options, std::vector<std::unique_ptr<Gp
 Broker::~Broker() {
   for (auto& [id, copy] : copies_) copy->cancelled = true;
   // One may wait for bytes that nobody passes on any more.
-  for (const auto& gpu : gpus_) gpu->CancelRealize();
+  for (const auto& gpu : gpus_) gpu->End();
   loader_.reset();
   // Arenas first, since they copy from mirrors; devices last, since mirrors are page-locked for them.
   for (auto& gpu : gpus_) gpu->Stop();
@@ -231,7 +231,7 @@ void Broker::ShutDown() {
     ending_ = Refuse(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the daemon is shutting down");
   }
   // Nobody will see what is on its way to a GPU, and the end need not wait for it.
-  for (const auto& gpu : gpus_) gpu->CancelRealize();
+  for (const auto& gpu : gpus_) gpu->End();
   RefuseWaiting();
 }
 

@@ -68,22 +68,6 @@ void DeviceQueue::StopUnwantedFill() {
   Emit(CancelRealize{job_->model});
 }
 
-// A client that had begun to let a victim's cells go has not come to the end of it.
-void DeviceQueue::StopHinderedFill() {
-  for (ModelId giver : job_->givers) {
-    std::vector<LeaseId> holders;
-    for (const LeaseRecord* lease : records_.LeasesOf(giver)) {
-      if (lease->holds_cells()) holders.push_back(lease->id);
-    }
-    if (holders.empty()) continue;
-    ReplyNow(records_.InUse(Model(giver).name, holders, context_.now));
-    if (auto* activate = std::get_if<ActivateRequested>(&job_->request)) activate->session = SessionId{};
-    EndUnclaimed();
-    if (!std::exchange(job_->stopped, true)) Emit(CancelRealize{job_->model});
-    return;
-  }
-}
-
 void DeviceQueue::Pump() {
   // A request that is answered at once ends in Finish, which pumps; the loop below goes on then.
   if (std::exchange(pumping_, true)) return;
@@ -226,90 +210,6 @@ void DeviceQueue::Fill() {
     }
   }
   Emit(std::move(effect));
-}
-
-// Its client is sent the cells that are about to be filled, each as it is.
-CellReader DeviceQueue::AddReader(LeaseRecord& lease) {
-  NextGeneration(lease);
-  lease.state = LeaseState::kFilling;
-  job_->readers.push_back(lease.id);
-  return {lease.id, lease.generation};
-}
-
-// What was filled is theirs.
-void DeviceQueue::ServeReaders() {
-  for (LeaseId id : job_->readers) {
-    const auto lease = records_.leases.find(id);
-    if (lease == records_.leases.end() || lease->second.state != LeaseState::kFilling) continue;
-    lease->second.state = LeaseState::kGranting;
-    Emit(Effect(residency::SendCells{id, lease->second.generation}));
-  }
-}
-
-// The filling came to nothing, or nobody waits for it any more: their clients let go of the cells that they have.
-void DeviceQueue::DismissReaders() {
-  for (LeaseId id : job_->readers) {
-    const auto lease = records_.leases.find(id);
-    if (lease != records_.leases.end()) DismissReader(lease->second);
-  }
-  EndUnclaimed();
-}
-
-void DeviceQueue::DismissReader(LeaseRecord& lease) {
-  if (lease.state != LeaseState::kFilling) return;
-  lease.state = LeaseState::kRevoking;
-  Emit(RevokeLease{lease.id, lease.generation});
-}
-
-// A lease that was made for this activation, whose caller will not be told of it.
-void DeviceQueue::EndUnclaimed() {
-  const auto lease = records_.leases.find(std::exchange(job_->granted, LeaseId{}));
-  if (lease == records_.leases.end()) return;
-  lease->second.unclaimed = true;
-  DismissReader(lease->second);
-}
-
-// Nobody uses the victim any more. It keeps its cells until the bytes that need their place are about to flow.
-void DeviceQueue::VictimLetGo() {
-  job_->givers.push_back(job_->clearing);
-  // Whoever gave up meanwhile evicts nobody.
-  if (job_->replied) {
-    KeepGivers();
-    return Finish();
-  }
-  if (job_->victims.empty()) return Fill();
-  const ModelId next = job_->victims.front();
-  job_->victims.erase(job_->victims.begin());
-  Clear(next);
-}
-
-// The victims so far stay after all.
-void DeviceQueue::KeepGivers() {
-  for (ModelId giver : std::exchange(job_->givers, {})) {
-    Model(giver).Apply(ModelChange::kDeactivationUndone);
-    ResendCells(giver);
-  }
-}
-
-void DeviceQueue::FinishGivers(const PlanRealized& event) {
-  for (const GiverEmptied& emptied : event.givers) {
-    ModelRecord& giver = Model(emptied.model);
-    giver.device_bytes = emptied.device_bytes;
-    job_->pooled = true;
-    if (emptied.kept) {
-      giver.Apply(ModelChange::kDeactivationUndone);
-      ResendCells(giver.id);
-      continue;
-    }
-    if (emptied.status.ok()) {
-      TakenOff(giver);
-      job_->evicted.push_back(giver.name);
-      continue;
-    }
-    giver.last_error = emptied.status;
-    giver.Apply(emptied.broken ? ModelChange::kBroke : ModelChange::kDeactivationUndone);
-    ResendCells(giver.id);
-  }
 }
 
 // That its caller gave up is nothing wrong with the model.

@@ -76,8 +76,8 @@ class DeviceQueue {
   void OnLeaseReleasing(ModelId model);
   // A lease of one of its models holds no cells any more: released, failed or gone.
   void OnLeaseLet(ModelId model);
-  // A lease of one of its models is about to be dropped, since its client could not map: the phase that it waits for
-  // is refused with that.
+  // A lease of one of its models is about to end, since its client could not map: the phase or the activation that it
+  // waits for is refused with that.
   void OnLeaseFailed(LeaseId lease, const absl::Status& status);
   // A lease of one of its models has mapped its cells.
   void OnLeaseLive(ModelId model);
@@ -169,6 +169,7 @@ class DeviceQueue {
   void DismissReaders();
   void DismissReader(LeaseRecord& lease);
   void EndUnclaimed();
+  bool IsOfRequest(LeaseId lease) const;
   absl::Status NoRoom(const ModelRecord& model, uint64_t needed_bytes, const DeviceRoom& room,
                       const RoomDecision& decision, const std::vector<LeaseId>& in_use) const;
   ActivateOutcome OutcomeOf(const ModelRecord& model, LeaseId lease) const;

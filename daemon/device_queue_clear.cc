@@ -27,8 +27,13 @@ void DeviceQueue::Start(const UnloadRequested& request) {
   ModelRecord& model = Model(job_->model);
   // Somebody registered it again meanwhile.
   if (!request.request && !model.unwanted && model.failed.ok()) return Finish();
-  // A broken model may have cells under its addresses too, and clients that use them.
-  if (model.state == ModelState::kActive || model.state == ModelState::kBroken) return Clear(model.id);
+  // A broken model may have cells under its addresses too, and clients that use them; one whose filling came to
+  // nothing, clients that are just letting go of what they were sent of it.
+  const std::vector<LeaseRecord*> leases = records_.LeasesOf(model.id);
+  // What could not be read whole is nothing to wait with.
+  const bool held = model.failed.ok() &&
+                    std::any_of(leases.begin(), leases.end(), [](const auto* lease) { return lease->holds_cells(); });
+  if (model.state == ModelState::kActive || model.state == ModelState::kBroken || held) return Clear(model.id);
   DropModelNow();
 }
 

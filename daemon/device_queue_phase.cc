@@ -95,21 +95,6 @@ void DeviceQueue::Start(const EndPhaseRequested& request) {
   Clear(model.id);
 }
 
-void DeviceQueue::OnLeaseFailed(LeaseId lease, const absl::Status& status) {
-  const auto is_its = [lease](const Request& request) {
-    const auto* begin = std::get_if<BeginPhaseRequested>(&request);
-    return begin != nullptr && begin->lease == lease;
-  };
-  std::vector<RequestId> refused;
-  if (job_.has_value() && is_its(job_->request)) refused.push_back(RequestOf(job_->request));
-  for (const std::deque<Waiting>* waiting : {&waiting_, &waiting_for_phase_}) {
-    for (const Waiting& entry : *waiting) {
-      if (is_its(entry.request)) refused.push_back(RequestOf(entry.request));
-    }
-  }
-  for (RequestId request : refused) GiveUp(request, status);
-}
-
 // Whoever is in no phase has let its cells go.
 void DeviceQueue::PhaseCleared() {
   ModelRecord& model = Model(job_->model);
@@ -181,7 +166,8 @@ void DeviceQueue::FinishPhase(const PlanRealized& event) {
   model.last_activation = ActivationRecord{event.copied_bytes, event.duration, event.verified_cells};
   model.last_error = absl::OkStatus();
   const auto lease = records_.leases.find(begin->lease);
-  const bool gone = lease == records_.leases.end() || lease->second.ending();
+  const bool gone =
+      lease == records_.leases.end() || lease->second.ending() || lease->second.state == LeaseState::kUnresponsive;
   if (!job_->replied && !gone) return EnterPhase(lease->second, event);
   DismissReaders();
   ReplyNow(LeaseIsOver(begin->lease));

@@ -235,7 +235,7 @@ struct LeaseReleased {
   uint64_t generation = 0;
 };
 
-// The client could not map, or the daemon could not hand over; the client holds nothing.
+// The client could not map, and holds nothing; or the daemon could not hand over all of it.
 struct LeaseFailed {
   LeaseId lease;
   absl::Status status;

@@ -64,6 +64,11 @@ class Gpu {
                std::function<void(PlanRealized)> done);
   // Stops the Realize that was told last, and undoes it, where it is not through yet; it is done with CANCELLED then.
   void CancelRealize() { realizing_.request_stop(); }
+  // The same, and what a Realize would bring back stays off, for nobody will use it.
+  void End() {
+    memory_->End();
+    CancelRealize();
+  }
   void Verify(ModelId model, std::vector<const Source*> sources, std::function<void(CellsVerified)> done);
   // Descriptors for all resident cells.
   void Export(ModelId model, const Layout& layout, std::function<void(absl::StatusOr<std::vector<CellToSend>>)> done);

@@ -74,19 +74,19 @@ PlanRealized GpuMemory::Realize(ModelId model, Arena& arena, const Plan& plan, s
     GiverEmptied emptied{.model = givers[i].model};
     const bool untouched = giver.CurrentPlan() == giver_plans[i];
     if (!realized.status.ok() && (untouched || IsHeld(givers[i]))) {
-      if (!untouched) emptied.status = giver.Return(giver_plans[i], givers[i].sources);
+      if (!untouched) emptied.status = giver.Return(giver_plans[i], givers[i].sources, end_.get_token());
       emptied.kept = emptied.status.ok();
     } else if (emptied.status = giver.Empty(); !emptied.status.ok()) {
       // There is room for one of the two.
       if (realized.status.ok()) {
         realized.status = emptied.status;
-        (void)arena.Return(before, sources);
+        (void)arena.Return(before, sources, end_.get_token());
         realized.device_bytes = arena.Measure().device_bytes;
       }
       if (arena.broken()) {
         giver.Break();
       } else {
-        (void)giver.Return(giver_plans[i], givers[i].sources);
+        (void)giver.Return(giver_plans[i], givers[i].sources, end_.get_token());
       }
     }
     emptied.broken = giver.broken();

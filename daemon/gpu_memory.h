@@ -82,6 +82,8 @@ class GpuMemory {
   // Gives idle cells back to the driver; without its device.
   PoolTrimmed Trim();
   uint64_t pool_idle_bytes() const { return pool_.idle_bytes(); }
+  // No model is brought back any more that a Realize could not do without. Any thread.
+  void End() { end_.request_stop(); }
   // Gives back everything but the device's context, which page-locked host memory needs to the end. After the
   // arenas are gone.
   void Close();
@@ -98,6 +100,7 @@ class GpuMemory {
   const absl::Status usable_;
   CellPool pool_;
   std::unique_ptr<Digester> digester_;
+  std::stop_source end_;
 };
 
 }  // namespace residency

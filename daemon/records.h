@@ -43,9 +43,11 @@ struct LeaseRecord {
   uint64_t generation = 0;  // of the cells it got last
   uint64_t working_bytes = 0;
   absl::Time since;
-  RequestId release;       // its client wants it to end, and waits for that
-  bool unclaimed = false;  // made for an activation that came to nothing, so that nobody knows of it: to end too
-  PhaseId phase;           // of a phased model: it is in the phase of the component that is on the GPU
+  RequestId release;  // its client wants it to end, and waits for that
+  // It is to end all the same: made for an activation that came to nothing, so that nobody knows of it, or failed here.
+  bool unclaimed = false;
+  absl::Status failure;  // why, in the latter case
+  PhaseId phase;         // of a phased model: it is in the phase of the component that is on the GPU
 
   // Whether it is to end once it holds no cells.
   bool ending() const { return release || unclaimed; }

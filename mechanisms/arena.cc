@@ -43,9 +43,9 @@ absl::StatusOr<RealizeReport> Arena::Realize(const Plan& plan, std::span<const S
   return status;
 }
 
-absl::Status Arena::Undo(const Plan& before, std::span<const Source* const> sources) {
+absl::Status Arena::Undo(const Plan& before, std::span<const Source* const> sources, std::stop_token stop) {
   RealizeReport report;
-  if (auto status = Apply(before, sources, {}, report); !status.ok()) return status;
+  if (auto status = Apply(before, sources, {.stop = std::move(stop)}, report); !status.ok()) return status;
   // What came back was verified as it came; this is about the cells that stayed.
   return Mend(sources);
 }
@@ -61,8 +61,8 @@ absl::Status Arena::Empty() {
   return Apply(NoneResident(layout_), {}, {}, report);
 }
 
-absl::Status Arena::Return(const Plan& before, std::span<const Source* const> sources) {
-  absl::Status status = Undo(before, sources);
+absl::Status Arena::Return(const Plan& before, std::span<const Source* const> sources, std::stop_token stop) {
+  absl::Status status = Undo(before, sources, std::move(stop));
   if (!status.ok()) broken_ = true;
   return status;
 }

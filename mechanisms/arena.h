@@ -121,8 +121,8 @@ class Arena {
   // Takes off what a Realize of others has left of this giver; no client may have any of it. On failure the caller
   // decides between Return and Break.
   absl::Status Empty();
-  // Realizes a plan of before again, and verifies all of it; the arena is broken where that fails.
-  absl::Status Return(const Plan& before, std::span<const Source* const> sources);
+  // Realizes a plan of before again, and verifies all of it; the arena is broken where that fails, or is given up.
+  absl::Status Return(const Plan& before, std::span<const Source* const> sources, std::stop_token stop = {});
   // For one that can neither be emptied nor be whole again.
   void Break() { broken_ = true; }
 
@@ -165,7 +165,7 @@ class Arena {
   CUdeviceptr AddressOf(uint32_t cell) const { return span_.get() + layout_.cells[cell].device_offset; }
   absl::Status Apply(const Plan& plan, std::span<const Source* const> sources, const RealizeOptions& options,
                      RealizeReport& report);
-  absl::Status Undo(const Plan& before, std::span<const Source* const> sources);
+  absl::Status Undo(const Plan& before, std::span<const Source* const> sources, std::stop_token stop = {});
   absl::Status Mend(std::span<const Source* const> sources);
   absl::Status Settle();
   absl::Status Remove(const std::vector<uint32_t>& cells, RealizeReport& report);

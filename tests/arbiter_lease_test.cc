@@ -127,6 +127,68 @@ TEST_CASE("A filling that fails takes back what clients were sent of it, and a l
   CHECK(rig.arbiter().records().leases.at(lease).generation > 2);
 }
 
+// "a" could not be filled, and the client of the one lease has cells of it.
+struct FailedFill : ArbiterRig {
+  FailedFill() : ArbiterRig(64 * kMiB), a(Register("a", kSize)) {
+    BringOn("a", a, Open(1));
+    lease = Mapped();
+    Deactivate("a");
+    Feed(UseWordsClosed{a, {}});
+    Feed(LeaseReleased{lease, 1});
+    Realized(a);
+    Activate("a");
+    Measured();
+    Take<RealizePlan>();
+    Feed(PlanRealized{.model = a, .status = Refuse(absl::StatusCode::kDataLoss, "VERIFY", "wrong bytes")});
+    effects.clear();
+  }
+  const ModelId a;
+  LeaseId lease;
+};
+
+TEST_CASE("An unload waits for a client that was sent cells of a filling that failed") {
+  FailedFill rig;
+  const RequestId unload = rig.NextRequest();
+  rig.Feed(UnloadRequested{unload, "a"});
+  rig.Feed(UseWordsClosed{rig.a, {}});
+  CHECK_FALSE(rig.Has<EndLease>());
+  CHECK_FALSE(rig.Has<DropModel>());
+  rig.Feed(LeaseReleased{rig.lease, 2});
+  rig.Realized(rig.a);
+  CHECK(rig.Take<EndLease>().at(0).lease == rig.lease);
+  CHECK(rig.Take<DropModel>().size() == 1);
+  rig.Feed(ModelDropped{rig.a, kSize, 0});
+  CHECK(rig.OnlyReply().request == unload);
+}
+
+TEST_CASE(
+    "A lease whose last cells cannot be handed over ends, with the reason, once its client has let the others go") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.BringOn("a", a, rig.Open(1));
+  const LeaseId lease = rig.Take<GrantLease>().at(0).lease;
+  rig.Feed(LeaseFailed{lease, Refuse(absl::StatusCode::kResourceExhausted, "DESCRIPTOR_LIMIT", "too many")});
+  CHECK(rig.Take<RevokeLease>().at(0).lease == lease);
+  CHECK_FALSE(rig.Has<EndLease>());
+  rig.Feed(LeaseReleased{lease, 1});
+  const EndLease ended = rig.Take<EndLease>().at(0);
+  CHECK(ended.reason == "DESCRIPTOR_LIMIT");
+  CHECK(ended.message == "too many");
+}
+
+TEST_CASE("An activation whose own client cannot map is refused with its reason, and stops unless others wait") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = rig.Register("a", kSize);
+  rig.Activate("a", rig.Open(1));
+  rig.Measured();
+  const LeaseId lease = rig.Take<GrantLease>().at(0).lease;
+  rig.Feed(LeaseFailed{lease, Refuse(absl::StatusCode::kAborted, "GPU_MEMORY", "no room for a context"), true});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "GPU_MEMORY");
+  CHECK(rig.Take<CancelRealize>().size() == 1);
+  CHECK(rig.Take<EndLease>().size() == 1);
+  CHECK_FALSE(rig.Has<GrantLease>());
+}
+
 TEST_CASE("A lease that is released while its cells are filled goes at once") {
   ArbiterRig rig(64 * kMiB);
   const ModelId a = rig.Register("a", kSize);

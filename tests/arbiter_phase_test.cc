@@ -304,6 +304,16 @@ TEST_CASE("A component that could not be brought on leaves nothing of itself, an
   CHECK(rig.Enter(0, "vae").bytes_moved == kVaeBytes);
 }
 
+TEST_CASE("A client that hangs up while its component is filled enters no phase") {
+  PhasedRig rig;
+  rig.Begin(0, "vae");
+  rig.Take<RealizePlan>();
+  rig.Feed(SessionHungUp{rig.sessions[0]});
+  rig.Feed(PlanRealized{.model = rig.model_id, .device_bytes = kVaeBytes, .copied_bytes = kVaeBytes});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "NO_SUCH_LEASE");
+  CHECK_FALSE(rig.arbiter().records().IsInPhase(rig.model_id));
+}
+
 TEST_CASE("A client that cannot map its component while it is filled is told why, and nobody fills on for it") {
   PhasedRig rig;
   rig.Begin(0, "vae");

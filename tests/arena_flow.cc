@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "absl/time/clock.h"
 #include "mechanisms/refusal.h"
 #include "tests/arena_rig.h"
 
@@ -218,7 +219,8 @@ struct HeldSwap {
   }
   // Until so many bytes have been told to be copied.
   static void AwaitCopied(uint64_t bytes) {
-    while (copied < bytes) std::this_thread::yield();
+    const absl::Time deadline = absl::Now() + absl::Seconds(60);
+    while (copied < bytes && absl::Now() < deadline) std::this_thread::yield();
   }
   absl::Status Run(std::stop_token stop = {}) {
     Arena* const givers[] = {rig.arena.get()};
@@ -277,6 +279,17 @@ TEST_CASE("A swap whose victim a client does not let go stops when it is told to
   CHECK(swap.second.arena->MappedCells().empty());
   CHECK(swap.rig.arena->Return(AllResident(swap.rig.layout), swap.rig.sources()).ok());
   CHECK(swap.rig.HoldsItsSources(AllResident(swap.rig.layout)));
+}
+
+TEST_CASE("What is brought back is given up when it is told to, and broken then") {
+  ArenaRig rig;
+  const Plan all = AllResident(rig.layout);
+  REQUIRE(rig.Realize(all).ok());
+  REQUIRE(rig.arena->Empty().ok());
+  std::stop_source stop;
+  stop.request_stop();
+  CHECK(ReasonOf(rig.arena->Return(all, rig.sources(), stop.get_token())) == "CANCELLED");
+  CHECK(rig.arena->broken());
 }
 
 TEST_CASE("Idle cells that a giver's make superfluous give way to those that are missing") {

@@ -111,6 +111,7 @@ bool CoreRig::DeliverPacket(SessionId to) {
       TryTake(client, lease->second);
       break;
     case Packet::Kind::kEnded:
+      // Of a model that could not be read whole a client may have been sent some.
       if (lease->second.open && !lease->second.cells.empty())
         complaint_ = absl::StrCat("lease ", packet.lease.value, " ended with its cells");
       LetGo(lease->second);

@@ -172,6 +172,28 @@ TEST_CASE("A client that is killed while it gives its cells back ends what waite
   scene.CheckNothingLeft();
 }
 
+TEST_CASE("A model comes into the place of another one as its client lets the cells go, and no sooner") {
+  DaemonRig rig{{"--cell_bytes", "2MiB", "--device_budget", "8MiB"}};
+  for (const char* name : {"one", "two"}) {
+    WriteCheckpoint(rig.Path(std::string(name) + ".safetensors"), {5 * kMiB}, name[0]);
+    rig.Do({"register", name, rig.Path(std::string(name) + ".safetensors")});
+  }
+  SteppedClient client(rig, "one", {"hello", "activate", "grant", "attach"});
+  const auto caller = rig.StartCtl({"activate", "two", "--json"});
+  for (const char* step : {"revoke", "take"}) client.Go(step);
+  CHECK(rig.Model("two").at("state") == "inactive");
+  client.Go("release-one");
+  const auto is_filled = [](const Json& status) { return status["models"][1]["state"] == "activating"; };
+  rig.Await("the filling has begun", is_filled);
+  for (int i = 0; i < 5; ++i) CHECK(is_filled(rig.Status()));
+  client.Go("release");
+  const Json answer = Json::parse(caller->ReadAll());
+  CHECK(caller->Wait() == 0);
+  CHECK(answer.at("evicted") == Json{"one"});
+  CHECK(rig.Do({"verify", "two"}).at("refilled_cells") == 0);
+  CHECK(rig.Model("one").at("state") == "inactive");
+}
+
 TEST_CASE("A child that keeps a dead client's socket and cells keeps neither its session nor, once it ends, memory") {
   Scene scene;
   SteppedClient victim(scene.rig, "one", {"hello", "activate", "grant", "receive", "fork"});

@@ -262,7 +262,7 @@ TEST_CASE("cells that are revoked are named as released, and the next generation
   const CUdeviceptr address = lease.tensors()[0].address;
   REQUIRE(rig.daemon.word(kLease).Close() == CloseResult::kClosed);
   rig.daemon.Revoke(kLease, 1);
-  CHECK(rig.daemon.ReceiveReleased(kLease, 1, kFakeCells) == Indices{0, 1, 2, 3});
+  CHECK(rig.daemon.ReceiveReleased(kLease, 1, kFakeCells) == Indices{3, 2, 1, 0});
   CHECK_FALSE(rig.daemon.device().IsBacked(address));
   const auto late = lease.Use({.deadline = absl::Now() + absl::Milliseconds(20)});
   CHECK(late.status().code() == absl::StatusCode::kDeadlineExceeded);
@@ -337,7 +337,7 @@ TEST_CASE("cells of a generation that was given back are acknowledged and given 
   rig.daemon.Revoke(kLease, 1);
   rig.daemon.SendCells(kLease, 1, 2, 2, /*last=*/true);
   CHECK(rig.daemon.Receive().has_cells_mapped());
-  CHECK(rig.daemon.ReceiveReleased(kLease, 1, 2) == Indices{0, 1});
+  CHECK(rig.daemon.ReceiveReleased(kLease, 1, 2) == Indices{1, 0});
   CHECK(rig.daemon.Receive().has_cells_mapped());
   CHECK(rig.daemon.ReceiveReleased(kLease, 1, 2) == Indices{2, 3});
   CHECK(rig.daemon.word(kLease).Read().taken);

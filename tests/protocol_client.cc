@@ -14,7 +14,8 @@
 //   enter        is in a use, for good
 //   revoke       read a Revoke
 //   take         took the pages and unmapped them
-//   release      answered the Revoke
+//   release-one  answered the Revoke with one cell
+//   release      answered it with all, or the others
 //   fork         has a child with all its descriptors, which ends with standard input and does nothing
 //
 //   protocol_client RUNTIME_DIR MODEL
@@ -56,12 +57,19 @@ class ProtocolClient {
   absl::Status Go(const std::string& step) {
     using Step = absl::Status (ProtocolClient::*)();
     static const std::map<std::string, Step> steps = {
-        {"hello", &ProtocolClient::Hello},     {"activate", &ProtocolClient::Activate},
-        {"grant", &ProtocolClient::Grant},     {"receive", &ProtocolClient::ReceiveCells},
-        {"import", &ProtocolClient::Import},   {"map", &ProtocolClient::Map},
-        {"attach", &ProtocolClient::Attach},   {"acknowledge", &ProtocolClient::Acknowledge},
-        {"enter", &ProtocolClient::Enter},     {"revoke", &ProtocolClient::AwaitRevoke},
-        {"take", &ProtocolClient::TakePages},  {"release", &ProtocolClient::Release},
+        {"hello", &ProtocolClient::Hello},
+        {"activate", &ProtocolClient::Activate},
+        {"grant", &ProtocolClient::Grant},
+        {"receive", &ProtocolClient::ReceiveCells},
+        {"import", &ProtocolClient::Import},
+        {"map", &ProtocolClient::Map},
+        {"attach", &ProtocolClient::Attach},
+        {"acknowledge", &ProtocolClient::Acknowledge},
+        {"enter", &ProtocolClient::Enter},
+        {"revoke", &ProtocolClient::AwaitRevoke},
+        {"take", &ProtocolClient::TakePages},
+        {"release", &ProtocolClient::Release},
+        {"release-one", &ProtocolClient::ReleaseOne},
         {"fork", &ProtocolClient::LeaveChild},
     };
     const auto found = steps.find(step);
@@ -193,13 +201,19 @@ class ProtocolClient {
     return absl::OkStatus();
   }
 
-  absl::Status Release() {
+  absl::Status Release() { return Answer(mapped_.size()); }
+  absl::Status ReleaseOne() { return Answer(1); }
+
+  // Says of the last `count` cells that they are let go.
+  absl::Status Answer(size_t count) {
     v1::ClientPacket packet;
     v1::Released& answer = *packet.mutable_released();
     answer.set_lease_id(grant_.lease_id());
     answer.set_generation(cells_.generation());
-    for (const v1::Cell& cell : mapped_) answer.add_cells(cell.index());
-    mapped_.clear();
+    for (; count > 0; --count) {
+      answer.add_cells(mapped_.back().index());
+      mapped_.pop_back();
+    }
     return channel_->Send(packet.SerializeAsString());
   }
 
