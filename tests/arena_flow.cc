@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <stop_token>
 #include <string>
 #include <thread>
 
-#include "absl/time/clock.h"
 #include "mechanisms/refusal.h"
 #include "tests/arena_rig.h"
 
@@ -203,7 +205,8 @@ struct HeldSwap {
     REQUIRE(rig.Realize(AllResident(rig.layout)).ok());
     held.Hold({2, 3, 4});
     rig.arena->set_held(&held);
-    unmapped = copied = 0;
+    unmapped = 0;
+    copied = 0;
   }
   static Driver Counting() {
     Driver driver = TestDriver();
@@ -212,15 +215,19 @@ struct HeldSwap {
       return TestDriver().cuMemUnmap(address, bytes);
     };
     driver.cuMemcpyHtoDAsync = [](CUdeviceptr destination, const void* source, size_t bytes, CUstream stream) {
-      if (bytes >= kMiB) copied += bytes;
+      if (bytes >= kMiB) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        copied += bytes;
+        changed.notify_all();
+      }
       return TestDriver().cuMemcpyHtoDAsync(destination, source, bytes, stream);
     };
     return driver;
   }
   // Until so many bytes have been told to be copied.
   static void AwaitCopied(uint64_t bytes) {
-    const absl::Time deadline = absl::Now() + absl::Seconds(60);
-    while (copied < bytes && absl::Now() < deadline) std::this_thread::yield();
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait_for(lock, std::chrono::seconds(60), [bytes] { return copied >= bytes; });
   }
   absl::Status Run(std::stop_token stop = {}) {
     Arena* const givers[] = {rig.arena.get()};
@@ -229,7 +236,9 @@ struct HeldSwap {
   }
 
   static inline std::atomic<uint64_t> unmapped = 0;
-  static inline std::atomic<uint64_t> copied = 0;
+  static inline std::mutex mutex;
+  static inline std::condition_variable changed;
+  static inline uint64_t copied = 0;  // guarded by mutex
   const Driver driver = Counting();
   ArenaRig rig;
   Second second;

@@ -105,9 +105,10 @@ void PageChannelRig::SendCells(uint64_t id, uint32_t count) {
   lease->second.cells = count;
   std::vector<CellToSend> cells;
   for (uint32_t i = 0; i < count; ++i) {
-    cells.push_back({i, i * uint64_t{4096}, 4096, UniqueFd(fcntl(CellFile(), F_DUPFD_CLOEXEC, 0))});
+    cells.push_back(
+        {i, i * uint64_t{4096}, 4096, std::make_shared<const UniqueFd>(fcntl(CellFile(), F_DUPFD_CLOEXEC, 0))});
   }
-  sessions_->SendCells({id}, lease->second.generation, std::move(cells));
+  sessions_->SendCells({id}, lease->second.generation, cells);
 }
 
 void PageChannelRig::Revoke(uint64_t id) {
@@ -194,6 +195,14 @@ void PageChannelRig::On(const LeaseMapped& event) {
   Check(lease.state == State::kGranting && event.generation == lease.generation,
         "a lease is mapped once for each generation that was sent");
   lease.state = State::kLive;
+}
+
+void PageChannelRig::On(const LeaseReleasing& event) {
+  const Lease& lease = Known(event.lease);
+  Check(lease.generation != 0 && event.generation == lease.generation, "what is being released was sent");
+  Check(lease.state == State::kLive || lease.state == State::kRevoking, "what is being released is held as a whole");
+  const uint64_t left_bytes = sessions_->mapped_bytes(event.lease);
+  Check(left_bytes > 0 && left_bytes < uint64_t{lease.cells} * 4096, "of what is being released some is left");
 }
 
 void PageChannelRig::On(const LeaseReleased& event) {

@@ -71,6 +71,7 @@ class PageChannelRig {
   void On(const SessionHungUp& event);
   void On(const SessionEnded& event);
   void On(const LeaseMapped& event);
+  void On(const LeaseReleasing& event);
   void On(const LeaseReleased& event);
   void On(const LeaseFailed& event);
 
