@@ -126,7 +126,7 @@ void Broker::RefuseWaiting() {
 RequestId Broker::Register(RegisterOptions options, Progress progress, std::function<void()> early, Done done) {
   const RequestId request = Expect(std::move(done));
   progress_.emplace(request, std::move(progress));
-  early_.emplace(request, std::move(early));
+  if (options.activate) early_.emplace(request, std::move(early));
   const auto gpu = FindGpu(options.device_uuid);
   if (!gpu.ok()) {
     Answer({request, gpu.status(), {}});

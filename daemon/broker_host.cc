@@ -313,7 +313,11 @@ void Broker::Do(const CancelMirrors& effect) {
   Feed(MirrorsBuilt{effect.model, Refuse(absl::StatusCode::kCancelled, "CANCELLED", "the registration was given up")});
 }
 
-void Broker::Do(const JoinMirrors& effect) { models_.at(effect.model)->watching_progress.push_back(effect.request); }
+void Broker::Do(const JoinMirrors& effect) {
+  // Where the daemon is ending, the reading that it joins may not even have begun.
+  const auto model = models_.find(effect.model);
+  if (model != models_.end()) model->second->watching_progress.push_back(effect.request);
+}
 
 void Broker::Do(const DropModel& effect) {
   GpuOf(models_.at(effect.model)->device).RemoveModel(effect.model, [this, id = effect.model](uint64_t device_bytes) {

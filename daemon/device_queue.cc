@@ -315,6 +315,12 @@ void DeviceQueue::Start(const VerifyRequested& request) {
                                  ": there is nothing on the GPU to verify")));
     return Finish();
   }
+  // One that broke while it was being read has nothing to be compared with.
+  if (model.reading || !model.failed.ok()) {
+    ReplyNow(Refuse(absl::StatusCode::kFailedPrecondition, "REGISTERING",
+                    absl::StrCat(model.name, " is still being registered")));
+    return Finish();
+  }
   job_->phase = Phase::kVerifying;
   Emit(VerifyCells{model.id});
 }

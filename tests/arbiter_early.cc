@@ -204,6 +204,24 @@ TEST_CASE("Whoever gives up unloading a model whose reading fails does not keep 
   CHECK(rig.Take<Reply>().size() == 2);
 }
 
+TEST_CASE("A model that broke while it was being read is verified against nothing, and once it was read against that") {
+  ArbiterRig rig(64 * kMiB);
+  const ModelId a = NearlyBuilt(rig);
+  Filling(rig, a);
+  rig.effects.clear();
+  const absl::Status driver = Refuse(absl::StatusCode::kInternal, "DRIVER", "it does not let go");
+  rig.Feed(PlanRealized{.model = a, .status = driver, .broken = true, .device_bytes = kSize});
+  REQUIRE(rig.model(a).state == ModelState::kBroken);
+  rig.effects.clear();
+  rig.Feed(VerifyRequested{RequestId{102}, "a"});
+  CHECK(ReasonOf(rig.OnlyReply().status) == "REGISTERING");
+  CHECK_FALSE(rig.Has<VerifyCells>());
+  rig.Feed(MirrorsBuilt{a, absl::OkStatus(), kSize});
+  rig.effects.clear();
+  rig.Feed(VerifyRequested{RequestId{103}, "a"});
+  CHECK(rig.Take<VerifyCells>().size() == 1);
+}
+
 TEST_CASE("A model whose reading failed and which cannot be taken off stays broken, is told, and can be unloaded") {
   ArbiterRig rig(64 * kMiB);
   const ModelId a = NearlyBuilt(rig);
