@@ -58,16 +58,25 @@ TEST_CASE("A lease survives deactivation and gets the next generation without as
   CHECK(sent[0].generation == 2);
 }
 
+// "a" is inactive, and session 1 has a lease on it from before.
+struct LapsedRig : ArbiterRig {
+  LapsedRig() : ArbiterRig(64 * kMiB), a(Register("a", kSize)) {
+    BringOn("a", a, Open(1));
+    lease = Mapped();
+    Deactivate("a");
+    Feed(UseWordsClosed{a, {}});
+    Feed(LeaseReleased{lease, 1});
+    Realized(a);
+    effects.clear();
+  }
+  const ModelId a;
+  LeaseId lease;
+};
+
 TEST_CASE("Clients are sent cells while they are filled, and may use none before all are filled and verified") {
-  ArbiterRig rig(64 * kMiB);
-  const ModelId a = rig.Register("a", kSize);
-  rig.BringOn("a", a, rig.Open(1));
-  const LeaseId lease = rig.Mapped();
-  rig.Deactivate("a");
-  rig.Feed(UseWordsClosed{a, {}});
-  rig.Feed(LeaseReleased{lease, 1});
-  rig.Realized(a);
-  rig.effects.clear();
+  LapsedRig rig;
+  const ModelId a = rig.a;
+  const LeaseId lease = rig.lease;
   rig.Activate("a", rig.Open(2));
   rig.Measured();
   const LeaseId other = rig.Take<GrantLease>().at(0).lease;
@@ -96,15 +105,9 @@ TEST_CASE("Clients are sent cells while they are filled, and may use none before
 }
 
 TEST_CASE("A filling that fails takes back what clients were sent of it, and a lease that was made for it ends") {
-  ArbiterRig rig(64 * kMiB);
-  const ModelId a = rig.Register("a", kSize);
-  rig.BringOn("a", a, rig.Open(1));
-  const LeaseId lease = rig.Mapped();
-  rig.Deactivate("a");
-  rig.Feed(UseWordsClosed{a, {}});
-  rig.Feed(LeaseReleased{lease, 1});
-  rig.Realized(a);
-  rig.effects.clear();
+  LapsedRig rig;
+  const ModelId a = rig.a;
+  const LeaseId lease = rig.lease;
   rig.Activate("a", rig.Open(2));
   rig.Measured();
   const LeaseId other = rig.Take<GrantLease>().at(0).lease;
@@ -128,22 +131,14 @@ TEST_CASE("A filling that fails takes back what clients were sent of it, and a l
 }
 
 // "a" could not be filled, and the client of the one lease has cells of it.
-struct FailedFill : ArbiterRig {
-  FailedFill() : ArbiterRig(64 * kMiB), a(Register("a", kSize)) {
-    BringOn("a", a, Open(1));
-    lease = Mapped();
-    Deactivate("a");
-    Feed(UseWordsClosed{a, {}});
-    Feed(LeaseReleased{lease, 1});
-    Realized(a);
+struct FailedFill : LapsedRig {
+  FailedFill() {
     Activate("a");
     Measured();
     Take<RealizePlan>();
     Feed(PlanRealized{.model = a, .status = Refuse(absl::StatusCode::kDataLoss, "VERIFY", "wrong bytes")});
     effects.clear();
   }
-  const ModelId a;
-  LeaseId lease;
 };
 
 TEST_CASE("An unload waits for a client that was sent cells of a filling that failed") {
