@@ -114,7 +114,6 @@ class DeviceQueue {
     PhaseId left;                  // the phase that the request's lease was in
     std::vector<ModelId> victims;  // whose leases are still to be asked back
     std::vector<ModelId> givers;   // the victims that nobody uses any more: they give their cells to the fill
-    std::vector<LeaseId> readers;  // whose clients are sent what is being filled
     LeaseId granted;               // a lease that was made for the request, which is not answered yet
     std::vector<std::string> evicted;
     bool replied = false;

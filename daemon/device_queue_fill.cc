@@ -17,26 +17,21 @@ namespace residency {
 CellReader DeviceQueue::AddReader(LeaseRecord& lease) {
   NextGeneration(lease);
   lease.state = LeaseState::kFilling;
-  job_->readers.push_back(lease.id);
   return {lease.id, lease.generation};
 }
 
 // What was filled is theirs.
 void DeviceQueue::ServeReaders() {
-  for (LeaseId id : job_->readers) {
-    const auto lease = records_.leases.find(id);
-    if (lease == records_.leases.end() || lease->second.state != LeaseState::kFilling) continue;
-    lease->second.state = LeaseState::kGranting;
-    Emit(Effect(residency::SendCells{id, lease->second.generation}));
+  for (LeaseRecord* lease : records_.LeasesOf(job_->model)) {
+    if (lease->state != LeaseState::kFilling) continue;
+    lease->state = LeaseState::kGranting;
+    Emit(Effect(residency::SendCells{lease->id, lease->generation}));
   }
 }
 
 // The filling came to nothing, or nobody waits for it any more: their clients let go of the cells that they have.
 void DeviceQueue::DismissReaders() {
-  for (LeaseId id : job_->readers) {
-    const auto lease = records_.leases.find(id);
-    if (lease != records_.leases.end()) DismissReader(lease->second);
-  }
+  for (LeaseRecord* lease : records_.LeasesOf(job_->model)) DismissReader(*lease);
   EndUnclaimed();
 }
 
